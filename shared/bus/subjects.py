@@ -1,0 +1,126 @@
+"""Every subject as a value: what travels there, what comes back, which stream keeps it, who speaks and who hears.
+
+Code never joins strings with dots: ``KV_STORED.at(worker=w)`` renders an address, ``KV_STORED.any()`` a pattern,
+``KV_STORED.params("mb.v1.kv.w1.stored")`` takes one apart. ``docs/messages.md`` is generated from this module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared import messages as m
+
+PREFIX = "mb.v1."
+_PARAM = re.compile(r"\{(\w+)\}")
+_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One kind of conversation.
+
+    ``payload`` and ``reply`` are a message type or a union of them; ``reply`` ``None`` means publish only;
+    ``stream`` names the JetStream stream (:mod:`shared.bus.streams`) that also keeps what is published.
+    """
+
+    template: str
+    payload: Any
+    reply: Any = None
+    stream: str = ""
+    speaks: str = ""
+    hears: str = ""
+    about: str = ""
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """Names of the template's holes, in order."""
+        return tuple(_PARAM.findall(self.template))
+
+    def at(self, **params: str) -> Address:
+        """The address with every hole filled; a value that could change the subject's shape is refused."""
+        if set(params) != set(self.param_names):
+            raise ValueError(f"{self.template} takes {self.param_names}, got {tuple(params)}")
+        for name, value in params.items():
+            if not _TOKEN.fullmatch(value):
+                raise ValueError(f"{name}={value!r} cannot stand in a subject: use letters, digits, - and _")
+        return Address(PREFIX + self.template.format(**params), self)
+
+    def any(self) -> Address:
+        """The pattern that matches every address of this subject."""
+        return Address(PREFIX + _PARAM.sub("*", self.template), self)
+
+    def params(self, text: str) -> Mapping[str, str]:
+        """The holes' values in a rendered address."""
+        pattern = re.escape(PREFIX + self.template)
+        for name in self.param_names:
+            pattern = pattern.replace(re.escape("{" + name + "}"), f"(?P<{name}>[^.]+)")
+        match = re.fullmatch(pattern, text)
+        if match is None:
+            raise ValueError(f"{text} is not of the form {PREFIX}{self.template}")
+        return match.groupdict()
+
+
+@dataclass(frozen=True)
+class Address:
+    """A rendered subject (or a pattern), which still knows what travels there."""
+
+    text: str
+    subject: Subject
+
+    def __str__(self) -> str:
+        return self.text
+
+
+PLACE = Subject("conductor.place", m.PlaceRequest, m.Placement | m.Rejection,
+                speaks="gateway", hears="conductor (queue group)", about="where shall this request run?")
+WORKERS = Subject("conductor.workers", m.WorkersQuery, m.WorkersReply,
+                  speaks="CLI", hears="conductor (queue group)", about="the cluster as a conductor sees it")
+PLACED = Subject("placed", m.Placed, speaks="conductor", hears="conductor",
+                 about="decisions, so that replicas share in-flight load")
+
+JOB = Subject("worker.{worker}.job", m.DecodeJob | m.PrefillJob | m.Handover, m.Reserved | m.Accepted | m.Refused,
+              speaks="gateway, prefill", hears="that worker", about="work, and the answer whether it is taken")
+PUSH = Subject("worker.{worker}.push", m.PushBlocks, m.Pushed,
+               speaks="prefill", hears="the owner of the blocks", about="write your blocks into my memory")
+HELLO = Subject("worker.{worker}.hello", m.Hello, stream="KV", speaks="worker",
+                hears="gateway, conductor, store-manager", about="registration: cache spec, endpoints")
+LOAD = Subject("worker.{worker}.load", m.Load, speaks="worker", hears="gateway, conductor, store-manager",
+               about="heartbeat and load")
+BYE = Subject("worker.{worker}.bye", m.Bye, stream="KV", speaks="worker", hears="gateway, conductor, store-manager",
+              about="orderly leave")
+REFUSE = Subject("worker.{worker}.refuse", m.Refuse, speaks="conductor", hears="that worker",
+                 about="this worker's cache spec does not fit; it must stop")
+ROLLCALL = Subject("rollcall", m.Rollcall, speaks="gateway, conductor, store-manager", hears="worker",
+                   about="who is there? every worker says hello")
+
+KV_STORED = Subject("kv.{worker}.stored", m.Stored, stream="KV", speaks="worker", hears="conductor, store-manager",
+                    about="blocks became reusable")
+KV_EVICTED = Subject("kv.{worker}.evicted", m.Evicted, stream="KV", speaks="worker", hears="conductor, store-manager",
+                     about="blocks are gone")
+KV_SYNC = Subject("kv.{worker}.sync", m.Since, m.SyncEvents | m.SnapshotPage, speaks="conductor, store-manager",
+                  hears="that worker", about="what did I miss?")
+
+TOKENS = Subject("gateway.{gateway}.tokens", m.TokenBatch, speaks="decode, prefill", hears="that gateway",
+                 about="tokens and failures")
+CANCEL = Subject("cancel", m.Cancel, speaks="gateway", hears="conductor, prefill, decode",
+                 about="free everything of a request")
+PROGRESS = Subject("request.progress", m.Progress, speaks="prefill, decode", hears="conductor",
+                   about="a stage of a request is over")
+DONE = Subject("request.done", m.RequestDone, stream="KV", speaks="gateway", hears="conductor, store-manager",
+               about="how a request ended")
+
+LINEAGE = Subject("store.lineage", m.LineageQuery, m.LineageReply | m.Failure, speaks="CLI",
+                  hears="store-manager (queue group)", about="the chain of a block")
+BLOCKS = Subject("store.blocks", m.BlocksQuery, m.BlocksReply | m.Failure, speaks="CLI",
+                 hears="store-manager (queue group)", about="blocks of the catalog")
+STATS = Subject("store.stats", m.StatsQuery, m.StatsReply | m.Failure, speaks="CLI",
+                hears="store-manager (queue group)", about="totals of the catalog")
+
+ALL: tuple[Subject, ...] = (
+    PLACE, WORKERS, PLACED, JOB, PUSH, HELLO, LOAD, BYE, REFUSE, ROLLCALL, KV_STORED, KV_EVICTED, KV_SYNC, TOKENS,
+    CANCEL, PROGRESS, DONE, LINEAGE, BLOCKS, STATS,
+)
+"""Every subject there is, in the order of the docs table."""

@@ -1,0 +1,116 @@
+"""Workers come, report their load, and leave."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.ids import Incarnation, WorkerId
+from shared.kv import CacheSpec
+from shared.messages.base import Message, Part
+from shared.messages.transfers import Endpoint
+
+Role = Literal["prefill", "decode", "store"]
+
+
+class Profile(Part, frozen=True):
+    """Cost estimates a worker starts with; receivers refit them from what they observe.
+
+    Prefill of ``n`` tokens over a cached prefix of ``p``:
+    ``prefill_fixed_s + prefill_per_token_s * (n - p) + prefill_per_token2_s * (n² - p²)`` seconds.
+    A decode step of batch ``b`` with ``c`` context tokens in all:
+    ``decode_fixed_s + decode_per_request_s * b + decode_per_context_token_s * c`` seconds.
+    """
+
+    prefill_fixed_s: float = 0.02
+    prefill_per_token_s: float = 2e-3
+    prefill_per_token2_s: float = 2e-8
+    decode_fixed_s: float = 0.03
+    decode_per_request_s: float = 0.01
+    decode_per_context_token_s: float = 1e-6
+    transfer_bytes_per_s: float = 1e9
+    transfer_fixed_s: float = 0.005
+
+
+class Hello(Message, frozen=True):
+    """A worker is ready. Sent at start, on :class:`Rollcall`, and after the bus reconnected."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    role: Role
+    spec: CacheSpec
+    endpoint: Endpoint
+    capacity_blocks: int
+    """Blocks its pool holds."""
+    max_running: int
+    """Requests it runs at the same time (decode: batch size)."""
+    started_at_s: float
+    """Unix seconds."""
+    device: str = "cpu"
+    profile: Profile = Profile()
+    pid: int = 0
+
+
+class Load(Message, frozen=True):
+    """Heartbeat and load in one; sent every ``heartbeat_s`` and at once when something big changes."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    role: Role
+    kv_seq: int
+    """Sequence number of the last KV event batch it published: a receiver that is behind asks for a sync."""
+    queued: int = 0
+    """Requests accepted and not yet running."""
+    queued_tokens: int = 0
+    """Prompt tokens still to be computed, queued and running."""
+    running: int = 0
+    context_tokens: int = 0
+    """Tokens of context of all running requests (decode)."""
+    free_blocks: int = 0
+    """Slots that are free or could be freed by eviction."""
+    cached_blocks: int = 0
+    draining: bool = False
+
+
+class Bye(Message, frozen=True):
+    """An orderly leave: no new work, its blocks go with it."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str = ""
+
+
+class Refuse(Message, frozen=True):
+    """A conductor will not have this worker; it stops with ``message`` as its last word."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    message: str
+
+
+class Rollcall(Message, frozen=True):
+    """Somebody new wants to know who is there: every worker answers with a :class:`Hello`."""
+
+    asker: str
+
+
+class WorkersQuery(Message, frozen=True):
+    """What does the conductor know about its workers?"""
+
+
+class WorkerState(Part, frozen=True):
+    """One worker as a conductor sees it."""
+
+    hello: Hello
+    load: Load | None
+    state: Literal["alive", "suspect", "dead"]
+    silence_s: float
+    indexed_blocks: int
+    waiting_s: float = 0.0
+    """Predicted seconds until a new prompt would start."""
+
+
+class WorkersReply(Message, frozen=True):
+    """Answer to :class:`WorkersQuery`."""
+
+    conductor: str
+    workers: list[WorkerState]

@@ -1,0 +1,151 @@
+"""One frozen value a service, made at the edge; the only reader of the environment.
+
+A field ``queue_limit`` of service ``conductor`` is taken from, first that is set: a CLI flag,
+``MOONBUS_CONDUCTOR_QUEUE_LIMIT``, ``MOONBUS_QUEUE_LIMIT``, table ``[conductor]`` and then the top level of the
+TOML file that ``MOONBUS_CONFIG`` names, the default. A wrong value stops the start with the name, the value
+and what was expected. Each field's description travels in its type, so the reference in the docs is generated.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+from platformdirs import user_cache_path
+
+from shared.errors import SettingError
+from shared.units import parse_bytes, parse_seconds
+
+T = TypeVar("T", bound="CommonSettings")
+
+BYTES: dict[str, Any] = {"unit": "bytes"}
+SECONDS: dict[str, Any] = {"unit": "seconds"}
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every service takes."""
+
+    nats_url: Annotated[str, Meta(description="NATS server, as nats://host:port.")] = "nats://127.0.0.1:4222"
+    nats_credentials: Annotated[str, Meta(description="Path of a NATS credentials file; empty for none.")] = ""
+    data_dir: Annotated[str, Meta(description="Directory for what a service keeps on disk.")] = ".moonbus"
+    cache_dir: Annotated[str, Meta(description="Directory of downloaded and converted models; empty for the user's cache.")] = ""
+    admin_host: Annotated[str, Meta(description="Address of the admin HTTP port (/health, /ready, /metrics).")] = "127.0.0.1"
+    admin_port: Annotated[int, Meta(description="Admin HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
+    otlp_endpoint: Annotated[str, Meta(description="OTLP/HTTP endpoint for traces, as http://host:4318; empty for none.")] = ""
+    trace_file: Annotated[str, Meta(description="JSON-lines file that finished spans are appended to; empty for none.")] = ""
+    log_level: Annotated[str, Meta(description="debug, info, warning or error.")] = "info"
+    drain_s: Annotated[float, Meta(description="Longest time a stopping service finishes its work.", ge=0, extra=SECONDS)] = 10.0
+    heartbeat_s: Annotated[float, Meta(description="Pause between two heartbeats of a worker.", gt=0, extra=SECONDS)] = 0.5
+    suspect_after_s: Annotated[float, Meta(description="Silence after which a worker gets no new work.", gt=0, extra=SECONDS)] = 2.0
+    dead_after_s: Annotated[float, Meta(description="Silence after which a worker's blocks leave the index.", gt=0, extra=SECONDS)] = 8.0
+
+    def cache_path(self) -> Path:
+        """Directory of models, made absolute; the user's cache directory unless set."""
+        return Path(self.cache_dir).expanduser().absolute() if self.cache_dir else user_cache_path("moonbus")
+
+    def data_path(self) -> Path:
+        """Directory of what is kept on disk, made absolute."""
+        return Path(self.data_dir).expanduser().absolute()
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One setting as the reference shows it."""
+
+    name: str
+    env: str
+    kind: str
+    default: Any
+    description: str
+
+
+def describe(kind: type[CommonSettings], service: str) -> Iterator[Field]:
+    """The settings of ``service`` in order of declaration, for ``--help`` and the generated reference."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        hint = hints[field.name]
+        meta, base = _meta(hint), _base(hint)
+        default = field.default if field.default is not msgspec.NODEFAULT else (
+            field.default_factory() if field.default_factory is not msgspec.NODEFAULT else "required")
+        unit = f" ({meta.extra['unit']})" if meta and meta.extra and "unit" in meta.extra else ""
+        yield Field(
+            name=field.name,
+            env=f"MOONBUS_{_env(service)}_{field.name.upper()}",
+            kind=getattr(base, "__name__", str(base)).replace("NoneType", "None") + unit,
+            default=default,
+            description=(meta.description or "") if meta else "",
+        )
+
+
+def load(
+    kind: type[T],
+    service: str,
+    *,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> T:
+    """Builds ``kind`` for ``service``; raises :class:`SettingError` on the first value that does not fit."""
+    env = os.environ if env is None else env
+    hints = get_type_hints(kind, include_extras=True)
+    file_values = _read_file(env.get("MOONBUS_CONFIG", ""), service)
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        sources = (
+            (field.name, (overrides or {}).get(field.name)),
+            (f"MOONBUS_{_env(service)}_{field.name.upper()}", env.get(f"MOONBUS_{_env(service)}_{field.name.upper()}")),
+            (f"MOONBUS_{field.name.upper()}", env.get(f"MOONBUS_{field.name.upper()}")),
+            (f"{field.name} in {env.get('MOONBUS_CONFIG')}", file_values.get(field.name)),
+        )
+        for source, value in sources:
+            if value is not None:
+                values[field.name] = _convert(source, value, hints[field.name])
+                break
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise SettingError(service, values, str(error)) from error
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    meta, base = _meta(hint), _base(hint)
+    try:
+        if isinstance(value, str):
+            unit = (meta.extra or {}).get("unit") if meta else None
+            if unit == "bytes":
+                value = parse_bytes(value)
+            elif unit == "seconds":
+                value = parse_seconds(value)
+            elif get_origin(base) in (list, tuple):
+                value = [part.strip() for part in value.split(",") if part.strip()]
+            elif base is not str and value.lower() in ("yes", "on", "no", "off"):
+                value = value.lower() in ("yes", "on")
+        return msgspec.to_builtins(msgspec.convert(value, hint, strict=False))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise SettingError(name, value, f"{getattr(base, '__name__', base)} ({error})") from error
+
+
+def _read_file(path: str, service: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        top = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingError("MOONBUS_CONFIG", path, f"a readable TOML file ({error})") from error
+    table = top.get(service, {})
+    return {**{key: value for key, value in top.items() if not isinstance(value, dict)}, **table}
+
+
+def _env(service: str) -> str:
+    return service.upper().replace("-", "_")
+
+
+def _meta(hint: Any) -> Meta | None:
+    return next((part for part in get_args(hint) if isinstance(part, Meta)), None) if get_origin(hint) is Annotated else None
+
+
+def _base(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
