@@ -77,6 +77,8 @@ class Bye(Message, frozen=True):
     worker: WorkerId
     incarnation: Incarnation
     reason: str = ""
+    at_s: float = 0.0
+    """Unix seconds; 0 when the sender did not say."""
 
 
 class Refuse(Message, frozen=True):
