@@ -1,0 +1,79 @@
+"""What starts, after what, with which environment."""
+
+from pathlib import Path
+
+from services.launcher.plan import Fact, environment, plan_stack, pool_share
+from services.launcher.resources import Resources, available_bytes, cpu_quota, memory_limit
+from services.launcher.settings import LauncherSettings
+
+MACHINE = Resources(cores=8, memory_bytes=16 * 2**30)
+
+
+def stack(machine: Resources = MACHINE, **values: object):
+    units = plan_stack(LauncherSettings(**values), machine, python="python")
+    return {unit.name: unit for unit in units}
+
+
+def test_names_and_order() -> None:
+    assert list(stack()) == [
+        "nats", "postgres", "migrate", "store-manager", "conductor", "prefill-1", "prefill-2", "decode-1", "decode-2",
+        "gateway",
+    ]
+
+
+def test_nothing_comes_after_something_unknown_or_later() -> None:
+    seen: set[str] = set()
+    for name, unit in stack(prefill=3, decode=1).items():
+        assert set(unit.after) <= seen, name
+        seen.add(name)
+
+
+def test_workers_do_not_wait_for_postgres() -> None:
+    assert stack()["prefill-1"].after == ("nats",)
+
+
+def test_workers_get_their_id_their_share_of_the_cores_and_of_the_memory() -> None:
+    env = stack()["decode-2"].env
+    assert env["MOONBUS_DECODE_WORKER_ID"] == "decode-2"
+    assert env["MOONBUS_DECODE_THREADS"] == env["OMP_NUM_THREADS"] == "2"
+    assert env["MOONBUS_DECODE_POOL_BYTES"] == str(2**30)
+    assert env["MOONBUS_DECODE_NATS_URL"] == Fact("nats", "url")
+
+
+def test_a_worker_has_at_least_one_thread() -> None:
+    assert stack(Resources(cores=2, memory_bytes=2**30))["prefill-1"].env["MOONBUS_PREFILL_THREADS"] == "1"
+
+
+def test_given_numbers_win() -> None:
+    env = stack(threads=3, pool_bytes=123)["prefill-1"].env
+    assert (env["MOONBUS_PREFILL_THREADS"], env["MOONBUS_PREFILL_POOL_BYTES"]) == ("3", "123")
+
+
+def test_only_the_store_manager_may_be_missing() -> None:
+    assert [name for name, unit in stack().items() if not unit.essential] == ["store-manager"]
+
+
+def test_pool_share_has_bounds() -> None:
+    assert pool_share(2**20, 4) == 256 * 2**20
+    assert pool_share(2**50, 4) == 2 * 2**30
+
+
+def test_environment_is_in_the_services_own_name() -> None:
+    assert environment("store-manager", {"admin_port": 0}) == {"MOONBUS_STORE_MANAGER_ADMIN_PORT": "0"}
+
+
+def test_container_limits(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None and memory_limit(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert cpu_quota(tmp_path) == 1.5
+    assert memory_limit(tmp_path) == 600
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cpu_quota(tmp_path) is None and memory_limit(tmp_path) is None
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 10 kB\nMemAvailable:     5 kB\n")
+    assert available_bytes(tmp_path / "meminfo") == 5 * 1024
