@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from shared import messages as m
@@ -16,6 +17,14 @@ from shared import messages as m
 PREFIX = "mb.v1."
 _PARAM = re.compile(r"\{(\w+)\}")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    pattern = re.escape(PREFIX + template)
+    for name in _PARAM.findall(template):
+        pattern = pattern.replace(re.escape("{" + name + "}"), f"(?P<{name}>[^.]+)")
+    return re.compile(pattern)
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,7 @@ class Subject:
 
     def params(self, text: str) -> Mapping[str, str]:
         """The holes' values in a rendered address."""
-        pattern = re.escape(PREFIX + self.template)
-        for name in self.param_names:
-            pattern = pattern.replace(re.escape("{" + name + "}"), f"(?P<{name}>[^.]+)")
-        match = re.fullmatch(pattern, text)
+        match = _pattern(self.template).fullmatch(text)
         if match is None:
             raise ValueError(f"{text} is not of the form {PREFIX}{self.template}")
         return match.groupdict()
@@ -124,3 +130,14 @@ ALL: tuple[Subject, ...] = (
     CANCEL, PROGRESS, DONE, LINEAGE, BLOCKS, STATS,
 )
 """Every subject there is, in the order of the docs table."""
+
+
+def find(text: str) -> Subject | None:
+    """The subject of which ``text`` is a rendered address; ``None`` when it is of another version or nobody's."""
+    for subject in ALL:
+        try:
+            subject.params(text)
+        except ValueError:
+            continue
+        return subject
+    return None

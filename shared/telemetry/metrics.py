@@ -1,0 +1,110 @@
+"""Every Prometheus instrument of moonbus: name, unit and meaning, declared once.
+
+Names follow the Prometheus conventions: base units (seconds, bytes), ``_total`` for counters. Dashboards may only
+draw what stands here; a test checks that.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ERROR_S = (-10, -5, -2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+# Bus: every service.
+BUS_UNDECODABLE = Counter("moonbus_bus_undecodable_total", "Messages that were not what their subject promises.", ["subject"])
+BUS_DROPPED = Counter("moonbus_bus_dropped_total", "Messages dropped because a backlog was full.", ["subject"])
+BUS_RECONNECTS = Counter("moonbus_bus_reconnects_total", "Times the connection to NATS was lost and made again.")
+BUS_PUBLISH_FAILURES = Counter(
+    "moonbus_bus_publish_failures_total", "Messages a machine wanted sent and the bus did not take.", ["subject"])
+
+# Machines: every service.
+MACHINE_BACKLOG = Gauge("moonbus_machine_backlog_events", "Events that wait for a machine.", ["machine"])
+MACHINE_DROPPED = Counter("moonbus_machine_dropped_total", "Events dropped because a machine's backlog was full.", ["machine"])
+MACHINE_SECONDS = Histogram("moonbus_machine_handle_seconds", "Time a machine takes to handle one event.", ["machine"],
+                            buckets=(0.00001, 0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1))
+
+# Gateway.
+GATEWAY_REQUESTS = Counter(
+    "moonbus_gateway_requests_total", "Finished requests by outcome (ok, cancelled, rejected, failed) and code.",
+    ["model", "outcome", "code"])
+GATEWAY_HTTP = Counter("moonbus_gateway_http_responses_total", "HTTP responses by route and status.", ["route", "status"])
+GATEWAY_IN_FLIGHT = Gauge("moonbus_gateway_in_flight_requests", "Requests between arrival and last byte.")
+GATEWAY_TTFT_SECONDS = Histogram("moonbus_gateway_ttft_seconds", "Arrival to first token.", ["model"], buckets=_LATENCY_S)
+GATEWAY_TBT_SECONDS = Histogram("moonbus_gateway_tbt_seconds", "Gap between two tokens.", ["model"], buckets=_GAP_S)
+GATEWAY_DURATION_SECONDS = Histogram(
+    "moonbus_gateway_duration_seconds", "Arrival to last token.", ["model"], buckets=(*_LATENCY_S, 120, 300, 600))
+GATEWAY_TOKENIZE_SECONDS = Histogram("moonbus_gateway_tokenize_seconds", "Rendering and tokenising a prompt.",
+                                     buckets=_GAP_S)
+GATEWAY_PROMPT_TOKENS = Counter("moonbus_gateway_prompt_tokens_total", "Prompt tokens of accepted requests.", ["model"])
+GATEWAY_COMPLETION_TOKENS = Counter("moonbus_gateway_completion_tokens_total", "Tokens answered.", ["model"])
+GATEWAY_CACHED_TOKENS = Counter("moonbus_gateway_cached_tokens_total", "Prompt tokens that were not computed.", ["model"])
+GATEWAY_ATTEMPTS = Histogram("moonbus_gateway_attempts", "Placements a request needed.", buckets=(1, 2, 3))
+GATEWAY_RETRIES = Counter("moonbus_gateway_retries_total", "Placements after the first, by why the last one failed.", ["code"])
+
+# Conductor.
+CONDUCTOR_PLACEMENTS = Counter("moonbus_conductor_placements_total", "Placements by prefill and decode worker.",
+                               ["prefill", "decode"])
+CONDUCTOR_REJECTIONS = Counter("moonbus_conductor_rejections_total", "Requests not placed, by code.", ["code"])
+CONDUCTOR_DECISION_SECONDS = Histogram("moonbus_conductor_decision_seconds", "Time one placement takes.",
+                                       buckets=(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1))
+CONDUCTOR_PREDICTED_TTFT_SECONDS = Histogram(
+    "moonbus_conductor_predicted_ttft_seconds", "TTFT promised at placement.", buckets=_LATENCY_S)
+CONDUCTOR_ACTUAL_TTFT_SECONDS = Histogram(
+    "moonbus_conductor_actual_ttft_seconds", "TTFT of placed requests as they ended.", buckets=_LATENCY_S)
+CONDUCTOR_TTFT_ERROR_SECONDS = Histogram(
+    "moonbus_conductor_ttft_error_seconds", "Actual minus predicted TTFT.", buckets=_ERROR_S)
+CONDUCTOR_PREDICTED_HIT_TOKENS = Counter(
+    "moonbus_conductor_predicted_hit_tokens_total", "Prompt tokens placements expected to reuse.")
+CONDUCTOR_ACTUAL_HIT_TOKENS = Counter(
+    "moonbus_conductor_actual_hit_tokens_total", "Prompt tokens that requests did reuse.")
+CONDUCTOR_INDEX_BLOCKS = Gauge("moonbus_conductor_index_blocks", "Block copies in the prefix index, by worker.", ["worker"])
+CONDUCTOR_RESYNCS = Counter("moonbus_conductor_resyncs_total", "Times a worker's blocks were asked again, by why.",
+                            ["worker", "why"])
+CONDUCTOR_WORKERS = Gauge("moonbus_conductor_workers", "Known workers by role and state.", ["role", "state"])
+
+# Workers: prefill and decode.
+WORKER_QUEUED = Gauge("moonbus_worker_queued_requests", "Requests accepted and not yet running.")
+WORKER_RUNNING = Gauge("moonbus_worker_running_requests", "Requests that run.")
+WORKER_QUEUE_SECONDS = Histogram("moonbus_worker_queue_seconds", "Time from acceptance to start.", buckets=_LATENCY_S)
+WORKER_STEP_SECONDS = Histogram("moonbus_worker_step_seconds", "One engine step: a prefill chunk or a decode step.", ["kind"],
+                                buckets=_GAP_S)
+WORKER_BATCH_REQUESTS = Histogram("moonbus_worker_batch_requests", "Requests in one engine step.", ["kind"], buckets=_BATCH)
+WORKER_PROMPT_TOKENS = Histogram("moonbus_worker_prompt_tokens", "Prompt lengths.", buckets=_TOKENS)
+WORKER_COMPUTED_TOKENS = Counter("moonbus_worker_prefill_computed_tokens_total", "Prompt tokens computed.")
+WORKER_REUSED_TOKENS = Counter("moonbus_worker_prefill_reused_tokens_total",
+                               "Prompt tokens reused, by where their KV came from (local, fetched).", ["origin"])
+WORKER_GENERATED_TOKENS = Counter("moonbus_worker_generated_tokens_total", "Tokens sampled.")
+WORKER_RECOMPUTED_BLOCKS = Counter(
+    "moonbus_worker_recomputed_blocks_total", "Blocks promised by a source and computed after all, by why.", ["why"])
+WORKER_WASTED_PREFILL_TOKENS = Counter(
+    "moonbus_worker_wasted_prefill_tokens_total", "Prompt tokens computed for requests that then did not decode.", ["why"])
+WORKER_JOBS = Counter("moonbus_worker_jobs_total", "Jobs by kind and answer (accepted, or the code of the refusal).",
+                      ["kind", "answer"])
+WORKER_FAILURES = Counter("moonbus_worker_failures_total", "Jobs given up, by code.", ["code"])
+KV_BLOCKS = Gauge("moonbus_kv_blocks", "Slots of the pool by use (used: held by requests; cached: reusable; free).", ["use"])
+KV_CACHED_BYTES = Gauge("moonbus_kv_cached_bytes", "Bytes of reusable blocks by tier.", ["tier"])
+KV_STORED_BLOCKS = Counter("moonbus_kv_stored_blocks_total", "Blocks that became reusable, by origin.", ["origin"])
+KV_EVICTED_BLOCKS = Counter("moonbus_kv_evicted_blocks_total", "Blocks evicted, by reason.", ["reason"])
+KV_SYNCS = Counter("moonbus_kv_syncs_total", "Resyncs served, by kind (events, snapshot).", ["kind"])
+
+# Transfer engine.
+TRANSFER_BYTES = Counter("moonbus_transfer_bytes_total", "KV bytes acknowledged, by path and direction (sent, received).",
+                         ["path", "direction"])
+TRANSFER_SECONDS = Histogram("moonbus_transfer_seconds", "One push, first byte to acknowledgement.", ["path"], buckets=_LATENCY_S)
+TRANSFER_FAILURES = Counter("moonbus_transfer_failures_total", "Pushes that did not arrive, by path and code.", ["path", "code"])
+TRANSFER_IN_FLIGHT_BYTES = Gauge("moonbus_transfer_in_flight_bytes", "Bytes sent and not yet acknowledged.")
+
+# Store-manager.
+STORE_FEED_PENDING = Gauge("moonbus_store_feed_pending_messages", "Messages of the durable feed not yet in the catalog.")
+STORE_ROWS = Counter("moonbus_store_rows_written_total", "Rows written, by table.", ["table"])
+STORE_WRITE_FAILURES = Counter("moonbus_store_write_failures_total", "Batches the database did not take, by why.", ["why"])
+STORE_WRITE_SECONDS = Histogram("moonbus_store_write_seconds", "One batch into the database.", buckets=_LATENCY_S)
+STORE_RECONCILED_BLOCKS = Counter(
+    "moonbus_store_reconciled_blocks_total", "Replicas corrected by asking the owner, by what (added, removed).", ["what"])
+
+# Engine.
+ENGINE_FORWARD_SECONDS = Histogram("moonbus_engine_forward_seconds", "One forward pass.", ["kind"], buckets=_GAP_S)
