@@ -1,0 +1,94 @@
+"""The engine on a thread of its own: the event loop asks for steps and gets token ids; tensors never leave here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.kv import CacheSpec
+from shared.messages import Profile, Sampling
+from shared.models import ModelDir
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's part of a step."""
+
+    tokens: npt.NDArray[np.uint32]
+    """New tokens, shape ``(n,)``, at positions ``start .. start + n - 1``."""
+    start: int
+    blocks: Sequence[int]
+    """Slots of the pool that cover positions ``0 .. start + n - 1``, in order."""
+    sampling: Sampling | None = None
+    """How to choose the token at position ``start + n``; ``None`` when none is wanted."""
+    generated: int = 0
+    """How many tokens of the answer came before the one to choose."""
+
+
+class EngineThread:
+    """One thread, one step at a time, in the order asked."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self._executor = executor
+        self.profile = Profile()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, model: ModelDir, spec: CacheSpec, num_blocks: int, memory: memoryview, *, device: str,
+                   threads: int) -> AsyncIterator[EngineThread]:
+        """Loads ``model`` with its KV pool over ``memory`` (``num_blocks * spec.block_bytes`` writable bytes).
+
+        The memory stays the caller's; the engine drops every view of it before this context ends.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        engine = cls(executor)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(executor, engine._load, model, spec, num_blocks, memory, device, threads)
+            yield engine
+        finally:
+            await loop.run_in_executor(executor, engine._unload)
+            executor.shutdown(wait=True)
+
+    async def step(self, works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> list[int | None]:
+        """One forward pass over ``works``, then one token for each that wants one, in the same order.
+
+        ``on_layer(layer)`` is called on the engine's thread as soon as that layer's KV of all works is in the pool.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._step, works, on_layer)
+
+    # --- on the thread -----------------------------------------------------------------------------------------
+
+    def _load(self, model: ModelDir, spec: CacheSpec, num_blocks: int, memory: memoryview, device: str, threads: int) -> None:
+        from shared.engine.kv_pool import KVPool
+        from shared.engine.profile import measure
+        from shared.engine.runtime import Engine
+
+        self._pool = KVPool(spec, num_blocks, memory, device)
+        self._engine = Engine.load(model, spec, self._pool, device=device, threads=threads)
+        self.profile = measure(self._engine)
+
+    def _unload(self) -> None:
+        self.__dict__.pop("_engine", None)
+        self.__dict__.pop("_pool", None)
+
+    def _step(self, works: Sequence[Work], on_layer: Callable[[int], None] | None) -> list[int | None]:
+        from shared.engine.runtime import Row
+        from shared.engine.sampler import sample
+
+        logits = self._engine.forward([Row(work.tokens, work.start, work.blocks) for work in works], on_layer)
+        wanted = [i for i, work in enumerate(works) if work.sampling is not None]
+        chosen: list[int | None] = [None] * len(works)
+        if wanted:
+            params = [works[i].sampling for i in wanted]
+            positions = [works[i].start + len(works[i].tokens) for i in wanted]
+            generated = [works[i].generated for i in wanted]
+            for i, token in zip(wanted, sample(logits[wanted], params, positions, generated), strict=True):
+                chosen[i] = token
+        return chosen
