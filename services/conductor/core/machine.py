@@ -1,0 +1,407 @@
+"""The conductor as a machine: it hears what everybody says, and answers where a request shall run.
+
+Theory of operation
+-------------------
+
+Nothing here is the truth. Workers own their blocks and their queues; the conductor keeps copies that it can rebuild
+from them at any time: ``Membership`` from hellos and heartbeats, ``PrefixIndex`` from KV events and syncs
+(``FeedTracker`` keeps it exact), ``Cluster`` from decisions, progress and heartbeats.
+
+===============  ====================================================================================
+event            what it does
+===============  ====================================================================================
+Started          rollcall; from here on the conductor converges
+Reconnected      rollcall: what was said meanwhile is lost, heartbeats will show what
+Hello            a worker joins: its blocks are asked for; a cache spec that does not fit is refused
+Load             sign of life; corrects its queue; shows KV events that got lost
+Bye              the worker and its blocks are gone
+Stored, Evicted  the index follows
+Progress         load leaves the prefill worker, then the decode worker; costs are refitted
+Placed           another conductor decided: its load and its promised blocks count too
+Cancel, Done     nothing of the request burdens anybody any more
+Asked            PlaceRequest: a Placement or a Rejection; WorkersQuery: the cluster as seen from here
+Answered,        an owner told what was missed, or did not
+Unanswered
+Woke             silent workers turn SUSPECT, then DEAD; holes and promises get old
+===============  ====================================================================================
+
+Convergence: once the rollcall's window is over and every worker that answered has told its blocks, or some seconds
+have passed, ``Converged`` is emitted, once. Before it a conductor should not be asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.placement import Placer, Usable
+from services.conductor.core.policy import Policy
+from services.conductor.core.prefix_index import PrefixIndex
+from services.conductor.core.promises import Promises
+from shared.errors import Bug
+from shared.ids import BlockKey, ConductorId, RequestId, SpecDigest, WorkerId
+from shared.kv import unpack_keys
+from shared.kv.feed import Action, Apply, Ask, FeedStatistics, FeedTracker, Reset
+from shared.machine import Answered, Asked, Effect, Publish, Reply, Request, Unanswered, Woke
+from shared.membership import Change, Changed, Conflict, Joined, Membership, Unknown
+from shared.messages import (
+    Bye,
+    Cancel,
+    Evicted,
+    Hello,
+    Load,
+    Placed,
+    PlaceRequest,
+    Progress,
+    Refuse,
+    Rejection,
+    RequestDone,
+    Rollcall,
+    Stored,
+    WorkersQuery,
+    WorkersReply,
+    WorkerState,
+)
+
+_ROLLCALL_PAUSE_S = 1.0
+"""At most one rollcall in this time, however many strangers send heartbeats."""
+
+
+class Addresses(Protocol):
+    """Where effects go; rendered by the shell, since the core knows no subjects."""
+
+    rollcall: Any
+    placed: Any
+
+    def sync(self, worker: WorkerId) -> Any:
+        """Where ``worker`` answers what was missed."""
+        ...
+
+    def refuse(self, worker: WorkerId) -> Any:
+        """Where ``worker`` hears that it must stop."""
+        ...
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The shell listens; the first event."""
+
+
+class Reconnected(msgspec.Struct, frozen=True):
+    """The bus was away and is back."""
+
+
+class Converged(Effect, frozen=True):
+    """Requests can be placed well from now on; ``missing`` workers have not told their blocks in time."""
+
+    workers: int
+    missing: list[WorkerId]
+
+
+Event = (Started | Reconnected | Hello | Load | Bye | Stored | Evicted | Progress | Placed | Cancel | RequestDone | Asked
+         | Answered | Unanswered | Woke)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The machine's state in numbers, for metrics."""
+
+    workers: Mapping[tuple[str, str], int]
+    """{(role, state): workers}"""
+    blocks: Mapping[WorkerId, int]
+    """{worker: blocks indexed}"""
+    dropped_blocks: int
+    """Copies the full index did not take."""
+    promised_blocks: int
+    jobs: int
+    """Requests in flight."""
+    mismatched_events: int
+    """KV events of another cache spec than their worker's."""
+    feed: FeedStatistics
+    errors: Mapping[tuple[WorkerId, str], float]
+    """{(worker, model): smoothed relative error of its estimates}"""
+
+
+class Conductor:
+    """See the module. One instance decides alone; several share their decisions as ``Placed``."""
+
+    def __init__(self, conductor: ConductorId, addresses: Addresses, policy: Policy, *, seed: int) -> None:
+        self.id = conductor
+        self._addresses, self._policy = addresses, policy
+        self._membership = Membership(policy.suspect_after_s, policy.dead_after_s)
+        self._feed = FeedTracker(hold_s=policy.hold_s)
+        self._index = PrefixIndex(max_blocks=policy.max_blocks)
+        self._promises = Promises(self._index, max_keys=policy.max_promised)
+        self._cluster = Cluster(policy)
+        self._placer = Placer(conductor, policy, seed=seed)
+        self._started_s: float | None = None
+        self._converged = False
+        self._tick_s = 0.0
+        self._rollcall_s = -math.inf
+        self._mismatched_events = 0
+
+    # The door
+
+    def handle(self, event: Event, *, now: float) -> Sequence[Effect]:
+        """Applies ``event``; see the table above."""
+        match event:
+            case Asked(token=token, message=PlaceRequest() as ask):
+                return self._place(token, ask, now)
+            case Asked(token=token, message=WorkersQuery()):
+                return [Reply(token, self._workers(now))]
+            case Stored() | Evicted():
+                return self._act(self._feed.offer(event, now), now)
+            case Progress():
+                self._progress(event, now)
+                return []
+            case Load():
+                effects = self._changes(self._membership.load(event, now=now), now)
+                self._cluster.load(event, now)
+                actions = self._feed.heartbeat(event.worker, event.incarnation, event.kv_seq, now)
+                return [*effects, *self._act(actions, now)]
+            case Hello():
+                return self._changes(self._membership.hello(event, now=now), now)
+            case Bye():
+                return self._changes(self._membership.bye(event), now)
+            case Placed():
+                if event.placement.conductor != self.id:
+                    self._count(event, now)
+                return []
+            case Cancel():
+                self._over(event.request, now, attempt=event.attempt)
+                return []
+            case RequestDone():
+                self._over(event.request, now)
+                return []
+            case Answered(tag=Ask() as ask, message=reply):
+                return [*self._act(self._feed.synced(ask.worker, reply, now), now), *self._converge(now)]
+            case Unanswered(tag=Ask() as ask):
+                return self._unanswered(ask, event, now)
+            case Woke():
+                return self._woke(now)
+            case Started():
+                self._started_s = self._tick_s = now
+                return self._call_roll(now)
+            case Reconnected():
+                return self._call_roll(now)
+            case _:
+                raise Bug(f"the conductor cannot handle {event!r}")
+
+    def next_wake(self) -> float | None:
+        """When something gets old."""
+        if self._started_s is None:
+            return None
+        times = [self._tick_s, self._feed.next_wake(), self._promises.next_wake()]
+        if not self._converged:
+            window_s = self._started_s + self._policy.rollcall_window_s
+            times.append(window_s if self._tick_s <= window_s else self._started_s + self._policy.converge_within_s)
+        return min(time_s for time_s in times if time_s is not None)
+
+    def check_invariants(self) -> None:
+        """Raises :class:`Bug` when the copies contradict each other."""
+        self._index.check_invariants()
+        live = {worker for worker, member in self._membership.members.items() if member.state != "dead"}
+        if live != set(self._cluster.workers):
+            raise Bug(f"conductor: live members {sorted(live)} are not the cluster's {sorted(self._cluster.workers)}")
+        for worker in self._cluster.workers.values():
+            for job in [*worker.prefilling.values(), *worker.decoding.values()]:
+                if self._cluster.jobs.get(job.request) is not job:
+                    raise Bug(f"conductor: {worker.id} is burdened with request {job.request} that is over")
+
+    def statistics(self) -> Statistics:
+        """The state in numbers."""
+        workers: dict[tuple[str, str], int] = {}
+        for member in self._membership.members.values():
+            kind = (member.hello.role, member.state)
+            workers[kind] = workers.get(kind, 0) + 1
+        return Statistics(
+            workers=workers, blocks={worker: self._index.blocks_of(worker) for worker in self._cluster.workers},
+            dropped_blocks=self._index.dropped_blocks, promised_blocks=len(self._promises), jobs=len(self._cluster.jobs),
+            mismatched_events=self._mismatched_events, feed=self._feed.statistics,
+            errors={(worker.id, model): error for worker in self._cluster.workers.values()
+                    for model, error in worker.costs.errors().items()})
+
+    # Requests
+
+    def _place(self, token: int, ask: PlaceRequest, now: float) -> list[Effect]:
+        self._over(ask.request, now)  # a former attempt, or the same asked again
+        try:
+            keys = unpack_keys(ask.keys)
+        except ValueError as error:
+            return [Reply(token, _malformed(ask, str(error)))]
+        if wrong := _wrong(ask):
+            return [Reply(token, _malformed(ask, wrong))]
+        workers = [worker for worker in self._cluster.workers.values() if worker.spec == ask.spec]
+        block_tokens = workers[0].hello.spec.block_tokens if workers else 1
+        match = self._index.match(keys[:(ask.num_tokens - 1) // block_tokens], self._senders(workers))
+        answer = self._placer.place(ask, self._cluster, self._usable(workers, ask.exclude), match, now=now)
+        if isinstance(answer, Rejection):
+            return [Reply(token, answer)]
+        placed = Placed(placement=msgspec.structs.replace(answer, candidates=[]), num_tokens=ask.num_tokens,
+                        max_tokens=ask.max_tokens, keys=ask.keys)
+        self._count(placed, now)
+        return [Reply(token, answer), Publish(self._addresses.placed, placed)]
+
+    def _senders(self, workers: Iterable[Worker]) -> list[WorkerId]:
+        """Who may send blocks: also those that take no new work."""
+        return [worker.id for worker in workers if self._membership.members[worker.id].state == "alive"]
+
+    def _usable(self, workers: Iterable[Worker], exclude: Iterable[WorkerId]) -> Usable:
+        members, excluded = self._membership.members, set(exclude)
+        takers = [worker for worker in workers if members[worker.id].state == "alive" and not members[worker.id].draining
+                  and worker.hello.role in ("prefill", "decode")]
+        left = [worker for worker in takers if worker.id not in excluded]
+        return Usable(prefill=[worker for worker in left if worker.hello.role == "prefill"],
+                      decode=[worker for worker in left if worker.hello.role == "decode"],
+                      excluded=len(takers) - len(left))
+
+    def _count(self, placed: Placed, now: float) -> None:
+        """A decision burdens its workers, and promises the prompt's blocks."""
+        placement = placed.placement
+        self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now)
+        try:
+            keys = unpack_keys(placed.keys)
+        except ValueError:
+            keys = []  # a replica's: its load counts all the same
+        if placement.prefill in self._cluster.workers:
+            self._promises.make(placement.request, placement.prefill, keys,
+                                until_s=now + placement.predicted_ttft_s + self._policy.promise_s)
+
+    def _progress(self, progress: Progress, now: float) -> None:
+        job = self._cluster.jobs.get(progress.request)
+        ours = job is not None and job.attempt == progress.attempt
+        self._cluster.progress(progress, now)
+        if not ours or job is None:
+            return
+        if progress.stage == "failed":
+            self._promises.end(progress.request)
+        elif progress.stage == "prefill_started":
+            self._promises.end_at(progress.request, now + job.work_s + self._policy.promise_s)
+        elif progress.stage == "prefilled":
+            self._promises.end_at(progress.request, now + self._policy.promise_s)
+
+    def _over(self, request: RequestId, now: float, *, attempt: int = -1) -> None:
+        job = self._cluster.jobs.get(request)
+        if self._cluster.release(request, now=now, attempt=attempt) and job is not None and job.prefilled_s is None:
+            self._promises.end(request)  # else its blocks are there, and the promise lasts until they are announced
+
+    def _workers(self, now: float) -> WorkersReply:
+        states = []
+        for worker_id, member in sorted(self._membership.members.items()):
+            worker = self._cluster.workers.get(worker_id)
+            states.append(WorkerState(
+                hello=member.hello, load=member.load, state=member.state, silence_s=max(now - member.heard_s, 0.0),
+                indexed_blocks=self._index.blocks_of(worker_id), waiting_s=worker.queue_s(now) if worker else 0.0))
+        return WorkersReply(conductor=self.id, workers=states)
+
+    # Workers
+
+    def _changes(self, changes: Iterable[Change], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for change in changes:
+            match change:
+                case Joined(hello=hello):
+                    effects += self._join(hello, now)
+                case Changed(worker=worker, after="dead"):
+                    self._lose(worker)
+                case Changed(worker=worker, before="dead"):
+                    effects += self._join(self._membership.members[worker].hello, now)
+                case Unknown():
+                    effects += self._call_roll(now)
+                case Conflict(hello=hello, message=message):
+                    refuse = Refuse(worker=hello.worker, incarnation=hello.incarnation, message=message)
+                    effects.append(Publish(self._addresses.refuse(hello.worker), refuse))
+        return effects
+
+    def _join(self, hello: Hello, now: float) -> list[Effect]:
+        self._lose(hello.worker)
+        self._cluster.join(hello)
+        return self._act(self._feed.joined(hello.worker, hello.incarnation, now), now)
+
+    def _lose(self, worker: WorkerId) -> None:
+        self._feed.left(worker)
+        self._promises.forget(worker)
+        self._index.remove(worker)
+        self._cluster.leave(worker)
+
+    def _call_roll(self, now: float) -> list[Effect]:
+        if now - self._rollcall_s < _ROLLCALL_PAUSE_S:
+            return []
+        self._rollcall_s = now
+        return [Publish(self._addresses.rollcall, Rollcall(asker=self.id))]
+
+    # Blocks
+
+    def _act(self, actions: Iterable[Action], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for action in actions:
+            match action:
+                case Apply(event=Stored() as event):
+                    if self._fits(event.worker, event.spec):
+                        self._index.store(event.worker, ((block.key, block.tier) for block in event.blocks))
+                case Apply(event=Evicted() as event):
+                    self._index.evict(event.worker, _whole_keys(event.keys), event.tier)
+                case Reset(worker=worker, spec=spec, blocks=blocks):
+                    fits = spec is not None and self._fits(worker, spec)
+                    self._index.replace(worker, ((block.key, block.tier) for block in blocks) if fits else ())
+                case Ask(worker=worker, since=since):
+                    effects.append(Request(self._addresses.sync(worker), since, action, self._policy.sync_timeout_s))
+        return effects
+
+    def _fits(self, worker: WorkerId, spec: SpecDigest) -> bool:
+        known = self._cluster.workers.get(worker)
+        if known is not None and known.spec == spec:
+            return True
+        self._mismatched_events += 1
+        return False
+
+    def _unanswered(self, ask: Ask, event: Unanswered, now: float) -> list[Effect]:
+        member = self._membership.members.get(ask.worker)
+        effects: list[Effect] = []
+        if event.gone and member is not None and member.state == "suspect":
+            effects += self._changes(self._membership.gone(ask.worker, ask.since.incarnation), now)
+        effects += self._act(self._feed.sync_failed(ask.worker, now, ask.since.incarnation), now)
+        return [*effects, *self._converge(now)]
+
+    # Time
+
+    def _woke(self, now: float) -> list[Effect]:
+        effects = self._act(self._feed.tick(now), now)
+        self._promises.tick(now)
+        if now >= self._tick_s:
+            effects += self._changes(self._membership.tick(now=now), now)
+            for request in self._cluster.sweep(now):
+                self._promises.end(request)
+            self._tick_s = self._membership.next_wake(now=now)
+        return [*effects, *self._converge(now)]
+
+    def _converge(self, now: float) -> list[Effect]:
+        if self._converged or self._started_s is None or now < self._started_s + self._policy.rollcall_window_s:
+            return []
+        missing = [worker for worker in self._cluster.workers if not self._feed.is_converged(worker)]
+        if missing and now < self._started_s + self._policy.converge_within_s:
+            return []
+        self._converged = True
+        return [Converged(workers=len(self._cluster.workers), missing=missing)]
+
+
+def _wrong(ask: PlaceRequest) -> str:
+    """What no prompt can be like; empty when all is well."""
+    if ask.num_tokens < 1 or ask.max_tokens < 0:
+        return f"{ask.num_tokens} prompt tokens and at most {ask.max_tokens} new ones"
+    slos_s = [slo_s for slo_s in (ask.ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
+    return "" if all(math.isfinite(slo_s) and slo_s > 0 for slo_s in slos_s) else f"service levels of {slos_s} seconds"
+
+
+def _malformed(ask: PlaceRequest, why: str) -> Rejection:
+    return Rejection(request=ask.request, code="no_worker", message=f"the request to place cannot be true: {why}",
+                     retry_after_s=60.0)
+
+
+def _whole_keys(packed: bytes) -> list[BlockKey]:
+    """The keys of an eviction; a torn last one is nobody's block."""
+    return unpack_keys(packed[:len(packed) - len(packed) % 32])

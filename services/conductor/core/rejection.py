@@ -1,0 +1,65 @@
+"""Why a request cannot be taken, in one line for a person, and when it is worth asking again.
+
+``retry_after_s`` is computed: the time until the condition that failed is predicted to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.conductor.core.cluster import Worker, blocks_for
+from shared.messages import Candidate, PlaceRequest, Rejection, RejectionCode
+
+_SHORTEST_S, _LONGEST_S = 0.2, 60.0
+"""Bounds of ``retry_after_s``: less would be a loop, more would outlive the prediction."""
+
+
+class Reasons:
+    """The rejections of one request."""
+
+    def __init__(self, ask: PlaceRequest, now: float) -> None:
+        self._ask, self._now = ask, now
+
+    def no_worker(self, *, prefill: int, decode: int, excluded: int, retry_after_s: float) -> Rejection:
+        """Nobody serves this model, or nobody who is left may."""
+        missing = " and ".join(role for role, count in (("prefill", prefill), ("decode", decode)) if not count)
+        why = f"; {excluded} excluded by the request" if excluded else ""
+        return self._rejection("no_worker", f"no {missing} worker for model {self._ask.model} is available{why}",
+                               retry_after_s, [])
+
+    def queues_full(self, queue_s: float, max_queue_s: float, candidates: list[Candidate]) -> Rejection:
+        """Every prefill queue is over its bound."""
+        return self._rejection(
+            "capacity", f"the shortest prefill queue is {queue_s:.1f} s long, the bound is {max_queue_s:.1f} s",
+            queue_s - max_queue_s, candidates)
+
+    def no_room(self, decoders: Sequence[Worker], max_queue_s: float, candidates: list[Candidate]) -> Rejection:
+        """No decode worker has room for the request's KV, or a place in its batch soon enough."""
+        needed = blocks_for(self._ask.num_tokens + self._ask.max_tokens, decoders[0].hello.spec.block_tokens)
+        free = max(worker.free_blocks() for worker in decoders)
+        if needed > free:
+            message = f"the request needs {needed} blocks of decode memory, the emptiest of {len(decoders)} workers has {free}"
+            wait_s = min(worker.next_free_s(self._now) for worker in decoders)
+        else:
+            wait_s = min(worker.slot_wait_s(self._now) for worker in decoders)
+            message = f"a place in a decode batch would be free in {wait_s:.1f} s, the bound is {max_queue_s:.1f} s"
+            wait_s -= max_queue_s
+        return self._rejection("capacity", message, wait_s, candidates)
+
+    def ttft(self, ttft_s: float, queue_s: float, slo_s: float, candidates: list[Candidate]) -> Rejection:
+        """The first token would come too late."""
+        alone_s = ttft_s - queue_s
+        message = f"the first token is predicted after {ttft_s:.2f} s, asked are {slo_s:.2f} s"
+        if alone_s > slo_s:
+            return self._rejection("ttft", f"{message}; without a queue it would be {alone_s:.2f} s", queue_s, candidates)
+        return self._rejection("ttft", message, ttft_s - slo_s, candidates)
+
+    def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate]) -> Rejection:
+        """Tokens would come too slowly."""
+        return self._rejection(
+            "tbt", f"the time between tokens is predicted as {tbt_s * 1e3:.0f} ms, asked are {slo_s * 1e3:.0f} ms",
+            worker.next_free_s(self._now), candidates)
+
+    def _rejection(self, code: RejectionCode, message: str, retry_after_s: float, candidates: list[Candidate]) -> Rejection:
+        return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
+                         retry_after_s=min(max(retry_after_s, _SHORTEST_S), _LONGEST_S))
