@@ -9,10 +9,6 @@
 from __future__ import annotations
 
 import os
-
-for _name in [name for name in os.environ if name.startswith("MOONBUS_")]:
-    del os.environ[_name]
-
 import shutil
 import tempfile
 import uuid
@@ -27,6 +23,9 @@ from services.launcher import embedded
 from shared.bus.nats import NatsBus
 from tests.support import eventually as eventually_module
 from tests.support import leaks
+
+for _name in [name for name in os.environ if name.startswith("MOONBUS_")]:
+    del os.environ[_name]
 
 TIERS = {
     "unit": "no I/O, seconds in total",
