@@ -89,6 +89,7 @@ def server_dir() -> Iterator[Path]:
 async def nats_server(server_dir: Path) -> AsyncIterator[embedded.NatsServer]:
     """The session's NATS server. Do not stop it: a test about outages starts one of its own."""
     async with embedded.nats_server(server_dir / "nats") as server:
+        leaks.SESSION_PROCESSES.add(server.pid)
         yield server
 
 
@@ -114,6 +115,7 @@ async def nats_bus(nats_url: str) -> AsyncIterator[NatsBus]:
 async def postgres_server(server_dir: Path) -> AsyncIterator[embedded.Postgres]:
     """The session's Postgres server. Do not stop it: a test about outages starts one of its own."""
     async with embedded.postgres_server(server_dir / "postgres") as server:
+        leaks.SESSION_PROCESSES.add(server.pid)
         yield server
 
 

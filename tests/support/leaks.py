@@ -13,6 +13,10 @@ SETTLE_S = 2.0
 """What is about to end gets this long."""
 
 
+#: process ids of servers that belong to the session, whichever test happened to start them
+SESSION_PROCESSES: set[int | None] = set()
+
+
 async def leaked_tasks() -> list[str]:
     """Names of the tasks of this loop that still run after ``SETTLE_S``, but the current one."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -54,6 +58,8 @@ def _threads() -> set[threading.Thread]:
 def _children() -> set[psutil.Process]:
     found = set()
     for child in psutil.Process().children():
+        if child.pid in SESSION_PROCESSES:
+            continue
         try:
             if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
                 found.add(child)
