@@ -1,0 +1,29 @@
+"""The data plane: a sender writes straight into a receiver's memory, under the receiver's grant.
+
+:class:`TransferEngine` registers memory as segments, grants ranges of it to operations, and pushes slices into a
+peer's segments by the best path there is. ``plan`` decides how, ``ledger`` keeps the receiver's books,
+``frames`` is the wire, ``link`` and ``lane`` send, ``receiver`` receives, ``copy shm tcp`` are the paths.
+Needs Linux. See ``docs/transfer.md``.
+"""
+
+from shared.transfer.addresses import host_id
+from shared.transfer.engine import TransferEngine
+from shared.transfer.segment import Segment
+from shared.transfer.settings import TransferSettings
+from shared.transfer.statistics import Statistics
+from shared.transfer.types import (
+    ChecksumMismatch,
+    GrantRefused,
+    PathFailed,
+    PeerGone,
+    PushResult,
+    Slice,
+    SliceStatus,
+    TransferError,
+    TransferTimeout,
+)
+
+__all__ = [
+    "ChecksumMismatch", "GrantRefused", "PathFailed", "PeerGone", "PushResult", "Segment", "Slice", "SliceStatus",
+    "Statistics", "TransferEngine", "TransferError", "TransferSettings", "TransferTimeout", "host_id",
+]

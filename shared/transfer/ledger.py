@@ -1,0 +1,300 @@
+"""The receiver's books: what is granted, who is writing, what has arrived and been verified.
+
+Every transport asks here before it lets a byte in, so the rules live once:
+
+* A grant is checked against what *we* noted when we gave it; of the sender's copy only the token counts.
+* Ranges of two live operations never overlap; within one operation writers may overlap.
+* A range is covered when every byte of it was verified and nobody is writing into it.
+* A writer that fails takes back what was covered where it wrote: the bytes may be torn.
+* A revoked operation lets no new writer in and is quiet once the last one has ended.
+
+Thread-safe; methods never block on anything but the lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shared.clock import Clock
+from shared.errors import Bug
+from shared.ids import Incarnation, OperationId, WorkerId
+from shared.messages import Grant, Range
+from shared.transfer.frames import MAX_NAME, Claim, Span
+from shared.transfer.intervals import IntervalSet
+from shared.transfer.segment import Segment
+
+_canonical = msgspec.msgpack.Encoder()
+
+
+class Refused(Exception):
+    """A claim that does not stand; the text is for the sender."""
+
+
+@dataclass(eq=False, slots=True)
+class Writer:
+    """One claim in progress. ``condemn`` is called, from any thread, when its deadline has passed."""
+
+    operation: OperationId
+    spans: Sequence[Span]
+    path: str
+    deadline_s: float
+    condemn: Callable[[str], None]
+    disturbed: bool = False
+    """Another writer failed on our spans since we began to verify: what we read may be gone already."""
+
+
+@dataclass(slots=True)
+class _Granted:
+    """One grant: ``{segment: bytes that may be written}`` until ``expires_s`` (monotonic)."""
+
+    token: bytes
+    expires_s: float
+    ranges: dict[str, IntervalSet]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One operation."""
+
+    grants: list[_Granted] = field(default_factory=list)
+    verified: dict[str, IntervalSet] = field(default_factory=dict)
+    writers: set[Writer] = field(default_factory=set)
+    revoked: bool = False
+    quiet: list[Callable[[], None]] = field(default_factory=list)
+    """Called once the operation is revoked and its last writer has ended."""
+
+
+class Ledger:
+    """Books of one engine; ``segments`` is the engine's own map, which only grows."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, segments: Mapping[str, Segment], *,
+                 clock: Clock, checksums: bool) -> None:
+        self.worker, self.incarnation = worker, incarnation
+        self._segments = segments
+        self._clock = clock
+        self._checksums = checksums
+        self._secret = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._entries: dict[OperationId, _Entry] = {}
+        #: {segment: every byte granted to some operation}
+        self._granted: dict[str, IntervalSet] = {}
+        #: {path: bytes verified}
+        self.received_bytes_by_path: dict[str, int] = {}
+        self.corrupt_spans = 0
+        self.refused_claims = 0
+
+    def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float) -> Grant:
+        """Lets the holder write ``ranges`` for ``ttl_s`` seconds; an operation may have several grants.
+
+        Raises :class:`Bug` when a range is not of our memory or is still granted to another operation.
+        """
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        if len(operation) > MAX_NAME:
+            raise Bug(f"operation id of {len(operation)} characters; at most {MAX_NAME} travel")
+        for item in ranges:
+            segment = self._segments.get(item.segment)
+            if segment is None or item.offset < 0 or item.length < 0 or item.offset + item.length > segment.nbytes:
+                raise Bug(f"grant for {operation} names bytes that are not ours: {item}")
+        token = self._sign(operation, ranges, wall + ttl_s)
+        with self._lock:
+            entry = self._entries.get(operation)
+            if entry is not None and entry.revoked:
+                raise Bug(f"operation {operation} is being released; it cannot be granted anything")
+            for item in ranges:
+                self._check_exclusive(operation, item)
+            if entry is None:
+                entry = self._entries[operation] = _Entry()
+            granted: dict[str, IntervalSet] = {}
+            for item in ranges:
+                stop = item.offset + item.length
+                granted.setdefault(item.segment, IntervalSet()).add(item.offset, stop)
+                self._granted.setdefault(item.segment, IntervalSet()).add(item.offset, stop)
+            entry.grants.append(_Granted(token, now + ttl_s, granted))
+        return Grant(worker=self.worker, incarnation=self.incarnation, operation=operation, ranges=list(ranges),
+                     expires_at_s=wall + ttl_s, token=token)
+
+    def begin(self, claim: Claim, *, path: str, condemn: Callable[[str], None]) -> Writer:
+        """Admits a writer, or raises :class:`Refused`; end it with ``verify`` or ``fail``."""
+        now = self._clock.monotonic()
+        operation = OperationId(claim.operation)
+        with self._lock:
+            try:
+                entry = self._admit(claim, operation, now)
+            except Refused:
+                self.refused_claims += 1
+                raise
+            writer = Writer(operation, claim.spans, path, now + claim.timeout_ms / 1e3, condemn)
+            entry.writers.add(writer)
+        return writer
+
+    def verify(self, writer: Writer, checksums: Sequence[int]) -> list[int]:
+        """Ends ``writer`` well: compares its spans with ``checksums``, books them, returns the indexes that differ."""
+        while True:
+            with self._lock:
+                writer.disturbed = False
+            bad = self._mismatches(writer.spans, checksums)
+            with self._lock:
+                if writer.disturbed:
+                    continue
+                entry = self._entries[writer.operation]
+                for i, span in enumerate(writer.spans):
+                    verified = entry.verified.setdefault(span.segment, IntervalSet())
+                    if i in bad:
+                        verified.remove(span.offset, span.offset + span.length)
+                    else:
+                        verified.add(span.offset, span.offset + span.length)
+                good_bytes = sum(span.length for i, span in enumerate(writer.spans) if i not in bad)
+                counts = self.received_bytes_by_path
+                counts[writer.path] = counts.get(writer.path, 0) + good_bytes
+                self.corrupt_spans += len(bad)
+                quiet = self._leave(entry, writer)
+            for callback in quiet:
+                callback()
+            return sorted(bad)
+
+    def fail(self, writer: Writer) -> None:
+        """Ends ``writer`` badly. Call it only once nothing can write for it any more."""
+        with self._lock:
+            entry = self._entries[writer.operation]
+            for span in writer.spans:
+                verified = entry.verified.get(span.segment)
+                if verified is not None:
+                    verified.remove(span.offset, span.offset + span.length)
+            for other in entry.writers:
+                other.disturbed |= _overlap(other.spans, writer.spans)
+            quiet = self._leave(entry, writer)
+        for callback in quiet:
+            callback()
+
+    def revoke(self, operation: OperationId, on_quiet: Callable[[], None]) -> None:
+        """Refuses the operation's writers from now on; calls ``on_quiet`` (from any thread) once none is left.
+
+        An unknown operation is quiet already.
+        """
+        with self._lock:
+            entry = self._entries.get(operation)
+            if entry is not None:
+                entry.revoked = True
+                entry.quiet.append(on_quiet)
+                quiet = self._close_if_quiet(operation, entry)
+            else:
+                quiet = [on_quiet]
+        for callback in quiet:
+            callback()
+
+    def covered(self, operation: OperationId, item: Range) -> bool:
+        """Has every byte of ``item`` been verified under ``operation``, with nobody writing into it now?"""
+        start, stop = item.offset, item.offset + item.length
+        with self._lock:
+            entry = self._entries.get(operation)
+            if entry is None:
+                return False
+            if item.length == 0:
+                return True
+            verified = entry.verified.get(item.segment)
+            if verified is None or not verified.covers(start, stop):
+                return False
+            return not any(
+                span.segment == item.segment and span.offset < stop and start < span.offset + span.length
+                for writer in entry.writers for span in writer.spans)
+
+    def received_bytes(self, operation: OperationId) -> int:
+        """Distinct bytes verified under ``operation``."""
+        with self._lock:
+            entry = self._entries.get(operation)
+            return sum(verified.total for verified in entry.verified.values()) if entry else 0
+
+    def overdue(self, now: float) -> list[Writer]:
+        """Writers past their deadline."""
+        with self._lock:
+            return [writer for entry in self._entries.values() for writer in entry.writers if writer.deadline_s <= now]
+
+    def array(self, segment: str) -> npt.NDArray[np.uint8]:
+        """uint8 array over the whole of one of our segments; a claim that names it was admitted."""
+        return self._segments[segment].array
+
+    def descriptor(self, segment: str) -> int:
+        """Descriptor of one of our segments, still ours; a claim that names it was admitted."""
+        return self._segments[segment].fd
+
+    def _admit(self, claim: Claim, operation: OperationId, now: float) -> _Entry:
+        if claim.incarnation != self.incarnation:
+            raise Refused(f"grant of incarnation {claim.incarnation}, this is {self.incarnation}")
+        entry = self._entries.get(operation)
+        if entry is None or entry.revoked:
+            raise Refused(f"operation {operation} holds no grant here; it was released or never granted")
+        granted = next((g for g in entry.grants if hmac.compare_digest(g.token, claim.token)), None)
+        if granted is None:
+            raise Refused(f"token does not fit any grant of operation {operation}")
+        if granted.expires_s <= now:
+            raise Refused(f"grant of operation {operation} expired {now - granted.expires_s:.3f} s ago")
+        for span in claim.spans:
+            ranges = granted.ranges.get(span.segment)
+            if ranges is None or not ranges.covers(span.offset, span.offset + span.length):
+                raise Refused(f"bytes {span.offset}..{span.offset + span.length} of segment {span.segment} "
+                              f"are outside the grant of operation {operation}")
+        return entry
+
+    def _mismatches(self, spans: Sequence[Span], checksums: Sequence[int]) -> set[int]:
+        if not self._checksums:
+            return set()
+        if not checksums:  # the sender sends none, but we demand them
+            return set(range(len(spans)))
+        return {
+            i for i, (span, expected) in enumerate(zip(spans, checksums, strict=True))
+            if checksum(self._segments[span.segment].array[span.offset:span.offset + span.length]) != expected
+        }
+
+    def _leave(self, entry: _Entry, writer: Writer) -> list[Callable[[], None]]:
+        entry.writers.discard(writer)
+        return self._close_if_quiet(writer.operation, entry)
+
+    def _close_if_quiet(self, operation: OperationId, entry: _Entry) -> list[Callable[[], None]]:
+        if not entry.revoked or entry.writers:
+            return []
+        del self._entries[operation]
+        for granted in entry.grants:
+            for segment, ranges in granted.ranges.items():
+                for start, stop in ranges:
+                    self._granted[segment].remove(start, stop)
+        return entry.quiet
+
+    def _check_exclusive(self, operation: OperationId, item: Range) -> None:
+        start, stop = item.offset, item.offset + item.length
+        granted = self._granted.get(item.segment)
+        if granted is None or not granted.overlaps(start, stop):
+            return
+        for other, entry in self._entries.items():
+            if other == operation:
+                continue
+            if any(g.ranges[item.segment].overlaps(start, stop) for g in entry.grants if item.segment in g.ranges):
+                raise Bug(f"{item} is granted to operation {other}, which has not been released; "
+                          f"operation {operation} cannot have it")
+
+    def _sign(self, operation: OperationId, ranges: Sequence[Range], expires_at_s: float) -> bytes:
+        # The nonce makes two grants of equal content differ, so a token never outlives its release.
+        content: list[Any] = [self.worker, self.incarnation, operation, secrets.token_bytes(16), expires_at_s,
+                              [(item.segment, item.offset, item.length) for item in ranges]]
+        return hmac.new(self._secret, _canonical.encode(content), hashlib.sha256).digest()
+
+
+def checksum(data: npt.NDArray[np.uint8]) -> int:
+    """xxh3-64 of ``data``; other threads run meanwhile."""
+    return int(xxhash.xxh3_64_intdigest(data.data))
+
+
+def _overlap(left: Sequence[Span], right: Sequence[Span]) -> bool:
+    return any(
+        a.segment == b.segment and a.offset < b.offset + b.length and b.offset < a.offset + a.length
+        for a in left for b in right)

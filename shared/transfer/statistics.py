@@ -1,0 +1,54 @@
+"""What an engine has done, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counters since the engine was opened; ``connections`` is of now."""
+
+    pushes: Mapping[str, int]
+    """{path: pushes tried by it}"""
+    sent_bytes: Mapping[str, int]
+    """{path: bytes that receivers acknowledged}"""
+    received_bytes: Mapping[str, int]
+    """{path: bytes verified in our segments}"""
+    failures: Mapping[str, int]
+    """{code of a TransferError: slices that ended with it}"""
+    failovers: Mapping[tuple[str, str], int]
+    """{(path that failed, path tried next): pushes}"""
+    refused_claims: int
+    """Claims of senders that no grant of ours covered."""
+    corrupt_spans: int
+    """Spans whose bytes did not fit their checksum on arrival."""
+    dropped_connections: Mapping[str, int]
+    """{protocol, deadline, full, accept, internal: inbound connections ended by us}"""
+    connections: int
+    """Inbound connections."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """The sending side's counters; kept by the event loop."""
+
+    pushes: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    failovers: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def pushed(self, path: str, nbytes: int) -> None:
+        """A push was tried by ``path``; ``nbytes`` of it were acknowledged."""
+        self.pushes[path] += 1
+        self.sent_bytes[path] += nbytes
+
+    def failed(self, codes: Iterable[str]) -> None:
+        """Slices ended with these codes."""
+        self.failures.update(codes)
+
+    def failed_over(self, before: str, after: str) -> None:
+        """A push goes on by another path."""
+        self.failovers[before, after] += 1
