@@ -100,7 +100,7 @@ async def nats_url(nats_server: embedded.NatsServer) -> AsyncIterator[str]:
     client = await nats.connect(nats_server.url)
     jetstream = client.jetstream()
     for stream in await jetstream.streams_info():
-        await jetstream.delete_stream(stream.config.name)
+        await jetstream.delete_stream(stream.config.name or "")
     await client.close()
 
 
