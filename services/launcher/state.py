@@ -89,7 +89,7 @@ def is_locked(data_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def owning(data_dir: Path) -> Iterator[None]:
-    """Holds ``data_dir``; :class:`UserError` when another process does. Clears a dead stack's file."""
+    """Holds ``data_dir``, without a dead stack's file; :class:`UserError` when another process has it."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(_lock_path(data_dir))

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 from services.launcher.plan import Fact, Unit
 from shared.errors import UserError
@@ -34,12 +34,50 @@ from shared.units import format_seconds
 log = logging.getLogger(__name__)
 
 State = Literal["waiting", "starting", "ready", "restarting", "failed", "stopping", "stopped"]
-Servers = Mapping[str, Callable[[], AbstractAsyncContextManager[str]]]
-"""{unit name: opens that server and yields its URL}."""
+
+
+class Server(Protocol):
+    """Something opened in the launcher that runs beside it."""
+
+    @property
+    def url(self) -> str:
+        """What clients connect to; stays the same over a restart."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; ``None`` while it does not run."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """Its process is there."""
+        ...
+
+    async def start(self) -> None:
+        """Starts it again after it ended."""
+        ...
+
+
+Servers = Mapping[str, Callable[[], AbstractAsyncContextManager[Server]]]
+"""{unit name: opens that server}."""
 
 _KILL_WAIT_S = 5.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+_WATCH_S = 0.25
+"""How often a server is looked at: its process ends without telling the loop."""
+
+# Between fork and service: the kernel shall kill it when the launcher dies. An interpreter of its own rather than
+# preexec_fn, which is unsafe in a process with threads.
+_GUARD = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the launcher is gone")
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
 
 
 class StackFailed(UserError):
@@ -86,6 +124,7 @@ class _Running:
     log_path: Path
     state: State = "waiting"
     process: asyncio.subprocess.Process | None = None
+    server: Server | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -128,7 +167,7 @@ class Supervisor:
         return [
             UnitView(
                 name=running.unit.name, service=running.unit.service, state=running.state,
-                pid=running.process.pid if running.process and running.process.returncode is None else 0,
+                pid=_pid(running),
                 restarts=running.restarts, facts=dict(running.facts),
                 log="" if running.unit.kind == "server" else str(running.log_path),
             )
@@ -196,11 +235,26 @@ class Supervisor:
 
     async def _tend_server(self, running: _Running) -> None:
         self._set(running, "starting")
-        async with self._servers[running.unit.name]() as url:
-            running.facts["url"] = url
+        async with self._servers[running.unit.name]() as server:
+            running.server = server
+            running.facts["url"] = server.url
             running.ready.set()
             self._set(running, "ready")
-            await running.stop.wait()
+            quick_crashes, began_s = 0, time.monotonic()
+            while not await _happens(running.stop, timeout_s=_WATCH_S):
+                if server.running:
+                    continue
+                quick_crashes = self._count_crash(quick_crashes, began_s)
+                delay_s = self._rule.delay_s(quick_crashes)
+                if delay_s is None:
+                    raise StackFailed(f"{running.unit.name} ended {quick_crashes} times in a row; see the logs in "
+                                      f"{self._log_dir.parent / running.unit.name}")
+                await self._pause(running, "ended", delay_s)
+                if running.stop.is_set():
+                    break
+                began_s = time.monotonic()
+                await server.start()
+                self._set(running, "ready")
             self._set(running, "stopping")
         self._set(running, "stopped")
 
@@ -237,19 +291,25 @@ class Supervisor:
                 return
             if not became_ready and not self._started:
                 raise StackFailed(self._story(running, f"did not start ({why})"))
-            quick_crashes = quick_crashes + 1 if time.monotonic() - began_s < self._rule.quick_s else 1
+            quick_crashes = self._count_crash(quick_crashes, began_s)
             delay_s = self._rule.delay_s(quick_crashes)
             if delay_s is None:
                 self._give_up(running, f"ended {quick_crashes} times in a row ({why})")
                 return
-            running.restarts += 1
-            self._set(running, "restarting")
-            self._on_news(f"{running.unit.name} {why}; starting it again in {format_seconds(delay_s)}")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(running.stop.wait(), delay_s)
+            await self._pause(running, why, delay_s)
             if running.stop.is_set():
                 self._set(running, "stopped")
                 return
+
+    def _count_crash(self, quick_crashes: int, began_s: float) -> int:
+        return quick_crashes + 1 if time.monotonic() - began_s < self._rule.quick_s else 1
+
+    async def _pause(self, running: _Running, why: str, delay_s: float) -> None:
+        """Says that a unit ended and waits before the next start, or until it shall stop."""
+        running.restarts += 1
+        self._set(running, "restarting")
+        self._on_news(f"{running.unit.name} {why}; starting it again in {format_seconds(delay_s)}")
+        await _happens(running.stop, timeout_s=delay_s)
 
     async def _one_life(self, running: _Running, *, rotate: bool) -> tuple[bool, str]:
         """One process from start to end: whether it became ready, and how it ended, for a person."""
@@ -278,15 +338,11 @@ class Supervisor:
     async def _spawn(self, running: _Running, sink: BinaryIO) -> asyncio.subprocess.Process:
         unit = running.unit
         env = {name: self._resolve(value) for name, value in unit.env.items()}
-        parent = os.getpid()
-        try:
-            running.process = await asyncio.create_subprocess_exec(
-                *unit.argv, env={**os.environ, **env},
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=sink.fileno(),
-                process_group=0, preexec_fn=lambda: _die_with(parent),
-            )
-        except OSError as error:
-            raise StackFailed(f"{unit.name} cannot be run: {unit.argv[0]}: {error.strerror}") from error
+        running.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *unit.argv, env={**os.environ, **env},
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=sink.fileno(),
+            process_group=0,
+        )
         self._on_change()
         return running.process
 
@@ -350,7 +406,7 @@ class Supervisor:
         self._on_change()
 
     def _story(self, running: _Running, what: str) -> str:
-        words = last_words(running.log_path)
+        words = last_words(running.log_path, running.unit.service)
         return f"{running.unit.name} {what}{': ' + words if words else ''} (its log: {running.log_path})"
 
 
@@ -375,8 +431,8 @@ async def stop_signals(kill: Callable[[], None]) -> AsyncIterator[asyncio.Event]
             loop.remove_signal_handler(number)
 
 
-def last_words(log_path: Path, *, tail_bytes: int = 4096) -> str:
-    """A log's last line that is for the user (``moonbus: ...``, without that name), else its last line."""
+def last_words(log_path: Path, service: str, *, tail_bytes: int = 4096) -> str:
+    """A log's last line that ``service`` meant for the user (``<service>: ...``), else its last line."""
     try:
         with log_path.open("rb") as file:
             file.seek(max(0, log_path.stat().st_size - tail_bytes))
@@ -384,8 +440,10 @@ def last_words(log_path: Path, *, tail_bytes: int = 4096) -> str:
     except FileNotFoundError:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    addressed = [line for line in lines if line.startswith("moonbus: ")]
-    return (addressed or lines or [""])[-1].removeprefix("moonbus: ")
+    for name in (f"{service}: ", "moonbus: "):
+        if addressed := [line.removeprefix(name) for line in lines if line.startswith(name)]:
+            return addressed[-1]
+    return lines[-1] if lines else ""
 
 
 async def _pump(process: asyncio.subprocess.Process, running: _Running, sink: BinaryIO,
@@ -433,14 +491,21 @@ def _how_it_ended(code: int) -> str:
     return f"was ended by signal {-code}"
 
 
+def _pid(running: _Running) -> int:
+    """Of the unit's process; 0 while there is none."""
+    if running.server is not None:
+        return running.server.pid or 0
+    return running.process.pid if running.process is not None and running.process.returncode is None else 0
+
+
+async def _happens(event: asyncio.Event, *, timeout_s: float) -> bool:
+    """Waits for ``event`` at most so long; whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()
+
+
 def _signal(process: asyncio.subprocess.Process | None, number: signal.Signals) -> None:
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
-
-
-def _die_with(parent: int) -> None:
-    """In the child, before exec: the kernel kills it when the launcher's thread that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the launcher died between fork and prctl
-        os._exit(1)

@@ -16,8 +16,8 @@ def stack(machine: Resources = MACHINE, **values: object):
 
 def test_names_and_order() -> None:
     assert list(stack()) == [
-        "nats", "postgres", "migrate", "store-manager", "conductor", "prefill-1", "prefill-2", "decode-1", "decode-2",
-        "gateway",
+        "nats", "postgres", "migrate", "store-manager", "conductor", "prefill-1", "prefill-2",
+        "decode-1", "decode-2", "gateway",
     ]
 
 

@@ -1,0 +1,37 @@
+# syntax=docker/dockerfile:1
+# Two images of one distribution: `control` (gateway, conductor, store-manager; no torch) and `engine` (prefill, decode).
+#
+# For a smaller engine image, give the index that carries the CPU build of torch:
+#   docker build --target engine --build-arg PIP_EXTRA_INDEX_URL=... .
+
+FROM python:3.11-slim AS build
+ARG PIP_EXTRA_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/moonbus
+ENV PATH=/opt/moonbus/bin:$PATH
+WORKDIR /src
+COPY . .
+
+FROM build AS build-control
+RUN pip install -c constraints.txt .
+
+FROM build AS build-engine
+RUN pip install -c constraints.txt ".[engine]"
+
+FROM python:3.11-slim AS base
+ENV PATH=/opt/moonbus/bin:$PATH PYTHONUNBUFFERED=1 \
+    MOONBUS_CACHE_DIR=/models MOONBUS_DATA_DIR=/data MOONBUS_ADMIN_HOST=0.0.0.0 MOONBUS_ADMIN_PORT=9100
+# The directories exist and belong to the user, so that named volumes mounted there do too.
+RUN useradd --system --uid 10001 --create-home moonbus \
+    && mkdir /models /data /run/moonbus \
+    && chown moonbus:moonbus /models /data /run/moonbus
+USER moonbus
+WORKDIR /home/moonbus
+ENTRYPOINT []
+CMD ["moonbus", "--help"]
+
+FROM base AS control
+COPY --from=build-control /opt/moonbus /opt/moonbus
+
+FROM base AS engine
+COPY --from=build-engine /opt/moonbus /opt/moonbus

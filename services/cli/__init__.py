@@ -1,0 +1,250 @@
+"""``moonbus``: every verb, in the order of its help. Imports nothing heavy: a command loads what it needs.
+
+A :class:`UserError` becomes one line on stderr and exit code 1; Ctrl-C becomes 130; anything else is a bug of ours:
+one line, and the stack trace in a file that the line names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.cli.serving import ServeCommand
+from services.launcher.settings import LauncherSettings
+from shared.errors import BusError, UserError
+from shared.settings import describe
+
+_STACK, _ASK, _TOOLS = "Run a stack", "Ask a running stack", "Tools"
+
+app = typer.Typer(
+    name="moonbus", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    add_completion=False, context_settings={"help_option_names": ["-h", "--help"]},
+    help="LLM serving that schedules around the KV cache.",
+    epilog="Start with [bold]moonbus demo[/], or [bold]moonbus up[/] and then [bold]moonbus chat[/].",
+)
+serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreground, as containers do.")
+kv_app = typer.Typer(no_args_is_help=True, help="Look at the catalog of KV blocks.")
+models_app = typer.Typer(no_args_is_help=True, help="Fetch models and list what is here.")
+app.add_typer(serve_app, name="serve", rich_help_panel=_STACK)
+app.add_typer(kv_app, name="kv", rich_help_panel=_ASK)
+app.add_typer(models_app, name="models", rich_help_panel=_TOOLS)
+
+_LAUNCHER = {field.name: field for field in describe(LauncherSettings, "launcher")}
+
+
+def _setting(name: str, flag: str = "") -> Any:
+    """An option that sets the launcher's setting ``name``; help and default are the setting's own."""
+    field = _LAUNCHER[name]
+    default = f" [dim]\\[default: {field.default}][/]" if field.default not in ("", 0) else ""
+    return typer.Option(flag or "--" + name.replace("_", "-"), help=field.description + default, show_default=False)
+
+
+Model = Annotated[str | None, _setting("model")]
+Prefill = Annotated[int | None, _setting("prefill")]
+Decode = Annotated[int | None, _setting("decode")]
+Host = Annotated[str | None, _setting("host")]
+Port = Annotated[int | None, _setting("port")]
+DataDir = Annotated[str | None, _setting("data_dir")]
+CacheDir = Annotated[str | None, _setting("cache_dir")]
+Threads = Annotated[int | None, _setting("threads")]
+PoolBytes = Annotated[str | None, _setting("pool_bytes")]
+NatsUrl = Annotated[str | None, typer.Option(
+    help="NATS of the stack to ask; without it the stack that runs in the data directory.", show_default=False)]
+GatewayUrl = Annotated[str | None, typer.Option(
+    "--url", help="The gateway's URL; without it the stack that runs in the data directory.", show_default=False)]
+Sets = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="NAME=VALUE", help="Any setting of the service; may be repeated.", show_default=False)]
+
+
+@app.command(rich_help_panel=_STACK, epilog=(
+    "Examples:\n\n  moonbus up\n\n  moonbus up --model ./my-model --prefill 1 --decode 1 --port 9000\n\n"
+    "Any setting of a service can be given in its environment: MOONBUS_PREFILL_CHUNK_TOKENS=128 moonbus up"))
+def up(model: Model = None, prefill: Prefill = None, decode: Decode = None, host: Host = None, port: Port = None,
+       data_dir: DataDir = None, cache_dir: CacheDir = None, threads: Threads = None,
+       pool_bytes: PoolBytes = None) -> None:
+    """Run a whole stack in the foreground: NATS, Postgres and the five services. Ctrl-C drains and stops it."""
+    from services.launcher.status import up as run
+
+    raise typer.Exit(run(_launcher_settings(
+        model=model, prefill=prefill, decode=decode, host=host, port=port, data_dir=data_dir, cache_dir=cache_dir,
+        threads=threads, pool_bytes=pool_bytes)))
+
+
+@app.command(rich_help_panel=_STACK, epilog="Examples:\n\n  moonbus demo\n\n  moonbus demo --model tiny-random")
+def demo(model: Model = None, port: Port = None, data_dir: DataDir = None, cache_dir: CacheDir = None,
+         threads: Threads = None, pool_bytes: PoolBytes = None) -> None:
+    """Start a stack, show a prefix computed on one worker being reused on another, stop. Exit code 1 if answers differ."""
+    from services.launcher.demo import demo as run
+
+    raise typer.Exit(run(_launcher_settings(
+        model=model, port=0 if port is None else port, data_dir=data_dir, cache_dir=cache_dir, threads=threads,
+        pool_bytes=pool_bytes)))
+
+
+def _add_service(service: str, about: str, example: str) -> None:
+    @serve_app.command(service, cls=ServeCommand, help=about, epilog=f"Example: {example}")
+    def serve(sets: Sets = None) -> None:
+        from services.cli.serving import serve as run
+
+        raise typer.Exit(run(service, sets or []))
+
+
+_add_service("gateway", "HTTP in, token streams out: the OpenAI API.",
+             "moonbus serve gateway --set port=8000 --set nats_url=nats://10.0.0.1:4222")
+_add_service("conductor", "Knows where every KV block lies and places each request.",
+             "moonbus serve conductor --set nats_url=nats://10.0.0.1:4222")
+_add_service("prefill", "Computes prompts' KV and writes it into the decode worker's memory.",
+             "moonbus serve prefill --set model=smollm2-135m --set pool_bytes=8GiB")
+_add_service("decode", "Generates tokens in a continuous batch.",
+             "moonbus serve decode --set model=smollm2-135m --set pool_bytes=8GiB")
+_add_service("store-manager", "Archives the lineage of every KV block in Postgres.",
+             "moonbus serve store-manager --set postgres_url=postgresql://moonbus@10.0.0.2/moonbus")
+
+
+@app.command(rich_help_panel=_STACK, epilog=(
+    "Example: MOONBUS_POSTGRES_URL=postgresql://moonbus:secret@10.0.0.2/moonbus moonbus migrate"))
+def migrate(sets: Sets = None) -> None:
+    """Bring the catalog's schema up to date; repeating it changes nothing."""
+    from services.cli.serving import migrate as run
+
+    run(sets or [])
+
+
+@app.command(rich_help_panel=_ASK, epilog=(
+    "Examples:\n\n  moonbus chat\n\n  moonbus chat --system 'Answer in French.'\n\n  echo 'What is RDMA?' | moonbus chat"))
+def chat(url: GatewayUrl = None, data_dir: DataDir = None,
+         model: Annotated[str | None, typer.Option(help="Model to talk to; the gateway's first without it.")] = None,
+         system: Annotated[str, typer.Option(help="System message.")] = "",
+         max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 256,
+         temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0, max=2)] = 0.0) -> None:
+    """Chat in the terminal. /exit or Ctrl-D ends it, /clear forgets the conversation; reads questions from a pipe too."""
+    from services.cli.chat import chat as run
+
+    run(url=url, data_dir=data_dir, model=model, system=system, max_tokens=max_tokens, temperature=temperature)
+
+
+@app.command(rich_help_panel=_ASK, epilog="Example: moonbus workers --nats-url nats://10.0.0.1:4222")
+def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """List the workers as a conductor sees them."""
+    from services.cli.tables import workers as run
+
+    run(nats_url, data_dir)
+
+
+@kv_app.command("lineage", epilog="Example: moonbus kv lineage 9f86d081   (the first digits of a key of `moonbus kv ls`)")
+def kv_lineage(key: Annotated[str, typer.Argument(help="Block key in hex, or its first digits.")],
+               nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Show a block's chain from the root: who computed each block, when, for which request, where its copies are."""
+    from services.cli.tables import lineage as run
+
+    run(key, nats_url, data_dir)
+
+
+@kv_app.command("ls", epilog="Examples:\n\n  moonbus kv ls\n\n  moonbus kv ls --order hot --limit 10 --worker prefill-1")
+def kv_ls(limit: Annotated[int, typer.Option(help="Most blocks to show.", min=1, max=1000)] = 20,
+          worker: Annotated[str, typer.Option(help="Only blocks with a copy there.")] = "",
+          tenant: Annotated[str, typer.Option(help="Only blocks of that tenant.")] = "",
+          order: Annotated[str, typer.Option(help="recent, hot or deep.")] = "recent",
+          everything: Annotated[bool, typer.Option("--all", help="Blocks without a live copy too.")] = False,
+          nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """List blocks of the catalog."""
+    from services.cli.tables import blocks as run
+
+    run(nats_url, data_dir, limit=limit, worker=worker, tenant=tenant, order=order, everything=everything)
+
+
+@kv_app.command("stats", epilog="Example: moonbus kv stats")
+def kv_stats(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Show the catalog's totals and what each worker holds."""
+    from services.cli.tables import stats as run
+
+    run(nats_url, data_dir)
+
+
+@app.command(rich_help_panel=_TOOLS, epilog="Examples:\n\n  moonbus doctor\n\n  moonbus doctor --model tiny-random --port 9000")
+def doctor(model: Model = None, port: Port = None, host: Host = None, data_dir: DataDir = None,
+           cache_dir: CacheDir = None) -> None:
+    """Check what a stack needs and say what to do about it. Exit code 1 if something is missing."""
+    from services.cli.doctor import doctor as run
+
+    raise typer.Exit(run(_launcher_settings(model=model, port=port, host=host, data_dir=data_dir, cache_dir=cache_dir)))
+
+
+@models_app.command("pull", epilog="Examples:\n\n  moonbus models pull smollm2-135m\n\n  moonbus models pull org/name")
+def models_pull(name: Annotated[str, typer.Argument(help="smollm2-135m, tiny-random or a hub id.")],
+                cache_dir: CacheDir = None) -> None:
+    """Fetch a model into the cache directory, converted and hashed; repeating it changes nothing."""
+    from services.cli.models import pull as run
+
+    run(name, _launcher_settings(cache_dir=cache_dir).cache_path())
+
+
+@models_app.command("ls", epilog="Example: moonbus models ls")
+def models_ls(cache_dir: CacheDir = None) -> None:
+    """List the models in the cache directory."""
+    from services.cli.models import ls as run
+
+    run(_launcher_settings(cache_dir=cache_dir).cache_path())
+
+
+@app.command(rich_help_panel=_TOOLS, add_help_option=False, context_settings={
+    "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def load(context: typer.Context) -> None:
+    """Replay request traces against a gateway and report latencies (see: moonbus load --help)."""
+    command = typer.main.get_command(importlib.import_module("load.cli").app)
+    command.main(args=context.args or ["--help"], prog_name="moonbus load")
+
+
+@app.command(rich_help_panel=_TOOLS, epilog="Example: moonbus docs --to docs")
+def docs(to: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("docs")) -> None:
+    """Generate configuration.md and messages.md from the code."""
+    from services.cli.output import console
+    from services.docgen import write
+
+    for path in write(to):
+        console.print(f"wrote {path}")
+
+
+@app.command(rich_help_panel=_TOOLS)
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    from services.cli.output import console
+
+    console.print(f"moonbus {installed('moonbus')}", highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script; ends the process."""
+    try:
+        app(args=arguments, prog_name="moonbus")
+    except UserError as error:
+        _fail(str(error))
+    except BusError as error:
+        _fail(f"{error}; is the stack running?")
+    except Exception as error:
+        _fail(f"this is a bug: {type(error).__name__}: {error} (stack trace: {_save_trace()})")
+
+
+def _fail(line: str) -> None:
+    sys.stderr.write(f"moonbus: {line}\n")
+    raise SystemExit(1)
+
+
+def _save_trace() -> Path:
+    with tempfile.NamedTemporaryFile("w", prefix="moonbus-bug-", suffix=".txt", delete=False) as file:
+        file.write(traceback.format_exc())
+    return Path(file.name)
+
+
+def _launcher_settings(**flags: Any) -> LauncherSettings:
+    from shared.settings import load as load_settings
+
+    return load_settings(LauncherSettings, "launcher", overrides={k: v for k, v in flags.items() if v is not None})

@@ -1,0 +1,68 @@
+"""``moonbus serve`` and ``moonbus migrate``: settings from ``--set``, and their reference in the help."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from typer.core import TyperCommand
+
+from shared.errors import SettingError, UserError
+from shared.settings import CommonSettings, describe
+
+NEEDS_ENGINE = ("prefill", "decode")
+
+
+class ServeCommand(TyperCommand):
+    """A command whose help ends with the service's settings."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from rich.table import Table
+
+        from services.cli.output import console
+
+        super().format_help(ctx, formatter)
+        service = str(self.name)
+        table = Table("setting", "default", "meaning", title=f"Settings of {service}", box=None, title_justify="left",
+                      pad_edge=False)
+        for field in describe(settings_type(service), service):
+            default = "" if field.default == "" else str(field.default)
+            table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]", default, f"{field.description}\n[dim]{field.env}[/]")
+        console.print(table)
+
+
+def settings_type(service: str) -> type[CommonSettings]:
+    """The settings class of ``service``."""
+    module = importlib.import_module(f"services.{service.replace('-', '_')}.settings")
+    found: type[CommonSettings] = module.Settings
+    return found
+
+
+def serve(service: str, sets: Sequence[str]) -> int:
+    """Runs the service in this process until it ends; its exit code."""
+    overrides = parse_sets(sets, settings_type(service), service)
+    if service in NEEDS_ENGINE and importlib.util.find_spec("torch") is None:
+        raise UserError(f"{service} needs torch, which is not installed; run: pip install 'moonbus[engine]'")
+    module = importlib.import_module(f"services.{service.replace('-', '_')}.app")
+    return int(module.main(overrides))
+
+
+def parse_sets(sets: Sequence[str], kind: type[CommonSettings], service: str) -> dict[str, str]:
+    """``["name=value", ...]`` as a mapping; a name that is no setting is refused with the nearest one."""
+    known = [field.name for field in msgspec.structs.fields(kind)]
+    values: dict[str, str] = {}
+    for text in sets:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise SettingError("--set", text, "name=value")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; see: moonbus serve {service} --help"
+            raise UserError(f"{service} has no setting {name}{hint}")
+        values[name] = value
+    return values

@@ -1,0 +1,186 @@
+"""A whole stack as one call: own the data directory, start everything, do something with it, stop everything."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpx
+
+from services.launcher import embedded, state
+from services.launcher.plan import plan_stack
+from services.launcher.resources import measure
+from services.launcher.settings import LauncherSettings
+from services.launcher.supervise import StackFailed, Supervisor, UnitView, stop_signals
+from shared.bus.nats import NatsBus
+from shared.bus.subjects import WORKERS
+from shared.errors import BusError, ModelError, UserError
+from shared.messages import WorkersQuery
+from shared.models import local_path, resolve
+
+SERVING_S = 60.0
+"""Longest time from the last ready line until the gateway offers the model and the conductor knows all workers."""
+_POLL_S = 0.05
+
+
+class Watcher(Protocol):
+    """What shows a person how the stack does."""
+
+    def changed(self, units: list[UnitView]) -> None:
+        """A unit's state changed."""
+        ...
+
+    def news(self, line: str) -> None:
+        """Something unexpected happened that the stack copes with."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack that serves."""
+
+    settings: LauncherSettings
+    model: str
+    """What clients name."""
+    gateway_url: str
+    nats_url: str
+    postgres_url: str
+    supervisor: Supervisor
+
+
+def run(settings: LauncherSettings, body: Callable[[Stack], Awaitable[int]], *, watcher: Watcher) -> int | None:
+    """Runs ``body`` on a fresh stack and stops it again: ``body``'s result, ``None`` when a signal ended it.
+
+    Raises :class:`UserError` when the stack cannot start or an essential part of it is gone for good.
+    """
+    with state.owning(settings.data_path()):
+        check_port(settings.host, settings.port)
+        model = fetch_model(settings)
+        return asyncio.run(_run(settings, model, body, watcher))
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises :class:`UserError` when the gateway could not listen there: minutes earlier than it would find out."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(f"port {port} on {host} is taken; stop what uses it or choose another --port") from None
+            why = error.strerror or str(error)
+            raise UserError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
+
+
+def fetch_model(settings: LauncherSettings) -> str:
+    """The name clients use for the model; pulls it first, with its progress on the terminal, when it is not here."""
+    try:
+        return resolve(settings.model, settings.cache_path()).name
+    except ModelError:
+        if local_path(settings.model) is not None:
+            raise  # a directory is as the user made it
+    pull = [sys.executable, "-m", "services.cli", "models", "pull", settings.model]
+    done = subprocess.run([*pull, "--cache-dir", str(settings.cache_path())], stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise UserError(f"model {settings.model} could not be fetched (see above); choose another --model")
+    return resolve(settings.model, settings.cache_path()).name
+
+
+async def _run(settings: LauncherSettings, model: str, body: Callable[[Stack], Awaitable[int]],
+               watcher: Watcher) -> int | None:
+    started_at_s = time.time()
+    serving = False
+
+    def changed() -> None:
+        views = supervisor.views()
+        watcher.changed(views)
+        state.write(settings.data_path(), _state(settings, model, started_at_s, serving, supervisor, views))
+
+    supervisor = Supervisor(
+        plan_stack(settings, measure(), python=sys.executable),
+        log_dir=settings.log_path,
+        servers={
+            "nats": lambda: embedded.nats_server(settings.data_path() / "nats"),
+            "postgres": lambda: embedded.postgres_server(settings.data_path() / "postgres"),
+        },
+        stop_grace_s=settings.drain_s + 5.0,
+        on_change=changed,
+        on_news=watcher.news,
+    )
+
+    async def work() -> int:
+        nonlocal serving
+        await supervisor.start()
+        stack = Stack(
+            settings=settings, model=model, gateway_url=_gateway_url(supervisor),
+            nats_url=str(supervisor.facts("nats")["url"]), postgres_url=str(supervisor.facts("postgres")["url"]),
+            supervisor=supervisor,
+        )
+        await wait_serving(stack)
+        serving = True
+        changed()
+        return await body(stack)
+
+    async with supervisor, stop_signals(supervisor.kill) as stopping:
+        working = asyncio.create_task(work(), name="work with the stack")
+        interrupted = asyncio.create_task(stopping.wait(), name="wait for a signal")
+        failed = asyncio.create_task(supervisor.wait(), name="wait for a failure")
+        tasks: tuple[asyncio.Task[object], ...] = (working, interrupted, failed)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            return working.result() if working.done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await supervisor.stop()
+
+
+async def wait_serving(stack: Stack) -> None:
+    """Returns when a request would be served: the conductor knows every worker, the gateway offers the model."""
+    wanted = stack.settings.prefill + stack.settings.decode
+    alive, offered = 0, False
+    deadline_s = time.monotonic() + SERVING_S
+    async with NatsBus.connect(stack.nats_url, name="launcher") as bus, httpx.AsyncClient(timeout=2.0) as http:
+        while time.monotonic() < deadline_s:
+            try:
+                known = await bus.request(WORKERS.at(), WorkersQuery(), timeout_s=2.0)
+                alive = sum(worker.state == "alive" for worker in known.workers)
+                models = (await http.get(f"{stack.gateway_url}/v1/models")).json()["data"]
+                offered = any(entry["id"] == stack.model for entry in models)
+            except (BusError, httpx.HTTPError):
+                pass  # not listening yet: that is what is waited for
+            if alive >= wanted and offered:
+                return
+            await asyncio.sleep(_POLL_S)
+    raise StackFailed(f"after {SERVING_S:g} s the conductor knows {alive} of {wanted} workers and the gateway "
+                      f"{'offers' if offered else 'does not offer'} {stack.model}; see {stack.settings.log_path}")
+
+
+def _gateway_url(supervisor: Supervisor) -> str:
+    return str(supervisor.facts("gateway").get("url", ""))
+
+
+def _state(settings: LauncherSettings, model: str, started_at_s: float, serving: bool, supervisor: Supervisor,
+           views: list[UnitView]) -> state.StackState:
+    return state.StackState(
+        pid=os.getpid(), started_at_s=started_at_s, ready=serving, gateway_url=_gateway_url(supervisor),
+        nats_url=str(supervisor.facts("nats").get("url", "")),
+        postgres_url=str(supervisor.facts("postgres").get("url", "")), model=model,
+        trace_file=str(settings.trace_path),
+        units=[
+            state.UnitState(name=view.name, service=view.service, state=view.state, pid=view.pid,
+                            admin=str(view.facts.get("admin", "")), log=view.log)
+            for view in views
+        ],
+    )

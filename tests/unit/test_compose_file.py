@@ -1,0 +1,97 @@
+"""docker-compose.yml: valid by the compose specification, and consistent with the code it starts."""
+
+import importlib.resources
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+import yaml
+
+from services.cli.serving import settings_type
+from shared.settings import load
+
+ROOT = Path(__file__).parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = {name: service for name, service in SERVICES.items() if "build" in service}
+SERVING = ("gateway", "conductor", "prefill", "decode", "store-manager")
+
+
+def interpolate(text: str) -> str:
+    """What compose makes of ``${NAME:-default}`` when NAME is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def test_valid_by_the_specification() -> None:
+    vendored = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema = json.loads(vendored.read_text())
+    jsonschema.validators.validator_for(schema)(schema).validate(COMPOSE)
+
+
+def test_the_five_services_are_there_with_two_workers_of_each_kind() -> None:
+    assert set(SERVING) < set(SERVICES)
+    assert SERVICES["prefill"]["deploy"]["replicas"] == SERVICES["decode"]["deploy"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_each_setting_it_passes_exists_and_is_well_formed(name: str) -> None:
+    environment = {key: interpolate(value) for key, value in SERVICES[name]["environment"].items()}
+    kind = settings_type(name)
+    own = f"MOONBUS_{name.upper().replace('-', '_')}_"
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    for key in environment:
+        assert key.removeprefix(own if key.startswith(own) else "MOONBUS_").lower() in known, key
+    settings = load(kind, name, env=environment)
+    assert settings.nats_url == "nats://nats:4222"
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_each_service_has_a_health_check_and_waits_for_the_bus(name: str) -> None:
+    service = SERVICES[name]
+    assert "/ready" in service["healthcheck"]["test"][-1]
+    assert service["depends_on"]["nats"]["condition"] == "service_healthy"
+
+
+def test_what_is_waited_for_exists_and_can_become_what_is_waited_for() -> None:
+    for name, service in SERVICES.items():
+        waits = service.get("depends_on", {})
+        for other, how in (waits.items() if isinstance(waits, dict) else ((each, {}) for each in waits)):
+            assert other in SERVICES, f"{name} waits for {other}"
+            if how.get("condition") == "service_healthy":
+                assert not SERVICES[other]["healthcheck"].get("disable"), f"{name} waits for the health of {other}"
+            if how.get("condition") == "service_completed_successfully":
+                assert SERVICES[other]["restart"] == "no", f"{name} waits for the end of {other}"
+
+
+def test_ports_are_published_on_loopback_only() -> None:
+    for service in SERVICES.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_our_containers_have_no_rights_to_lose() -> None:
+    for name, service in OURS.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert "user" not in service, f"{name} runs as the image's unprivileged user"
+    assert re.search(r"^USER moonbus$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+
+
+def test_the_images_are_targets_of_the_dockerfile() -> None:
+    targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    assert {service["build"]["target"] for service in OURS.values()} <= targets
+
+
+def test_mounted_files_and_volumes_exist() -> None:
+    for service in SERVICES.values():
+        for mount in service.get("volumes", []):
+            source = mount.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith("./") else source in COMPOSE["volumes"], mount
+
+
+def test_nats_takes_messages_as_large_as_the_embedded_one() -> None:
+    from services.launcher.embedded import NATS_MAX_PAYLOAD
+
+    assert f"max_payload: {NATS_MAX_PAYLOAD}\n" in COMPOSE["configs"]["nats"]["content"]
