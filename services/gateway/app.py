@@ -1,0 +1,107 @@
+"""Puts the gateway together and lets it live."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+
+from services.gateway.http import Api
+from services.gateway.settings import Settings
+from services.gateway.shell import Gateway
+from shared import lifecycle, settings
+from shared.bus.bus import Bus
+from shared.bus.nats import NatsBus
+from shared.clock import SystemClock
+from shared.errors import SettingError, UserError
+from shared.ids import GatewayId, fresh
+
+_log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 65
+"""Idle connections stay open this long: longer than the usual minute of load balancers in front."""
+DRAIN_SHARE = 0.8
+"""Part of ``drain_s`` in which streams may finish; the rest is for telling the others."""
+
+
+def main(overrides: Mapping[str, Any]) -> int:
+    """Runs a gateway until it is told to stop; returns the process's exit code."""
+    chosen = settings.load(Settings, "gateway", overrides=overrides)
+    gateway_id = _gateway_id(chosen)
+    return lifecycle.run("gateway", gateway_id, chosen, lambda life: _live(chosen, gateway_id, life))
+
+
+async def _live(chosen: Settings, gateway_id: GatewayId, life: lifecycle.Lifecycle) -> None:
+    async with NatsBus.connect(chosen.nats_url, name=f"gateway/{gateway_id}", credentials=chosen.nats_credentials) as bus:
+        async with serve(chosen, bus, gateway_id=gateway_id) as (gateway, url):
+            life.ready(url=url)
+            await life.stopping.wait()
+            gateway.draining = True
+            if not await gateway.wait_idle(chosen.drain_s * DRAIN_SHARE):
+                gateway.abort("the gateway is shutting down")
+
+
+@asynccontextmanager
+async def serve(chosen: Settings, bus: Bus, *, gateway_id: GatewayId) -> AsyncIterator[tuple[Gateway, str]]:
+    """A gateway on ``bus`` that answers HTTP at the yielded URL; closes both on the way out."""
+    listening = _bind(chosen.host, chosen.port)
+    try:
+        gateway = Gateway(chosen, bus, SystemClock(), gateway_id=gateway_id)
+        try:
+            await gateway.start()
+            server = _Server(Api(gateway))
+            serving = asyncio.create_task(server.serve([listening]), name="http")
+            try:
+                host, port = listening.getsockname()[:2]
+                yield gateway, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            finally:
+                gateway.draining = True
+                gateway.abort("the gateway is shutting down")
+                server.should_exit = True
+                await asyncio.wait({serving})
+                serving.result()
+        finally:
+            await gateway.close()
+    finally:
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its own signals and logs: the lifecycle has both."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(uvicorn.Config(
+            api, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            timeout_keep_alive=KEEPALIVE_S, timeout_graceful_shutdown=1))
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _gateway_id(chosen: Settings) -> GatewayId:
+    if chosen.gateway_id and not re.fullmatch(r"[A-Za-z0-9_-]+", chosen.gateway_id):
+        raise SettingError("gateway_id", chosen.gateway_id, "letters, digits, - and _")
+    return GatewayId(chosen.gateway_id or fresh("gateway", 4))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
+        raise UserError(f"port {host}:{port} {why}; stop what uses it or set MOONBUS_GATEWAY_PORT "
+                        "(0 picks a free one)") from error
+    listening.setblocking(False)
+    return listening
