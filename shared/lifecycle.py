@@ -199,7 +199,8 @@ class _AdminServer(uvicorn.Server):
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         super().__init__(uvicorn.Config(
-            self._app, log_config=None, access_log=False, lifespan="off", ws="none",
+            self._app, interface="asgi3", log_config=None, access_log=False, lifespan="off", ws="none",
+            proxy_headers=False, server_header=False,
             timeout_graceful_shutdown=int(ADMIN_CLOSE_S), timeout_keep_alive=5,
         ))
 
