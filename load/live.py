@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar
 
 from load.client import Answer, Api, GatewayClient, Prompt
@@ -168,15 +169,15 @@ def _record(plan: Plan, answer: Answer, *, start: float, scheduled_s: float, sto
         outcome = "rejected" if answer.status in _REJECTING_STATUS else "failed"
     return RunRecord(
         index=plan.arrival.index,
-        scheduled_s=scheduled_s,
-        sent_s=answer.sent_at - start,
-        finished_s=answer.finished_at - start,
+        scheduled_s=round(scheduled_s, 6),
+        sent_s=round(answer.sent_at - start, 6),
+        finished_s=round(answer.finished_at - start, 6),
         outcome=outcome,
         input_tokens=plan.input_tokens,
         output_tokens=plan.output_tokens,
         shared_tokens=plan.shared_tokens,
-        first_token_s=None if answer.first_at is None else answer.first_at - start,
-        gaps_s=[later - earlier for earlier, later in zip(chunk_at, chunk_at[1:], strict=False)],
+        first_token_s=None if answer.first_at is None else round(answer.first_at - start, 6),
+        gaps_s=[round(later - earlier, 6) for earlier, later in pairwise(chunk_at)],
         prompt_tokens=answer.prompt_tokens,
         completion_tokens=answer.completion_tokens,
         cached_tokens=answer.cached_tokens,

@@ -50,6 +50,7 @@ def goodput(records: Sequence[RunRecord], bounds: slo.Slo) -> str:
         axes.stairs([count / width_s for count in good], edges, color=_SERIES[0], fill=True, alpha=0.55, label="good")
         axes.set_ylabel("requests a second")
         axes.set_xlabel("scheduled time, s")
+        axes.set_xlim(0, edges[-1])
         axes.set_ylim(bottom=0)
         _legend(axes)
         return _svg(figure, "goodput", "Offered and good requests a second over time")
@@ -81,6 +82,7 @@ def hit_tokens(records: Sequence[RunRecord]) -> str:
         right.set_xlabel("sent at, s")
         right.set_ylabel("tokens so far")
         right.set_ylim(bottom=0)
+        right.yaxis.set_major_formatter("{x:,.0f}")
         if times:
             _legend(right)
         else:
@@ -124,6 +126,7 @@ def in_flight(records: Sequence[RunRecord]) -> str:
         axes.step(times, levels, where="post", color=_SERIES[0], linewidth=1.2)
         axes.set_xlabel("time, s")
         axes.set_ylabel("requests in flight")
+        axes.set_xlim(0, max(1e-3, times[-1]))
         axes.set_ylim(bottom=0, top=max(1, *levels) * 1.08)
         return _svg(figure, "inflight", "Requests in flight over time")
 
@@ -140,15 +143,19 @@ def require() -> None:
 def _cdf(axes: Any, values: Sequence[float | None], bound: float, name: str) -> None:
     known = sorted(value for value in values if value is not None)
     unit, factor = ("ms", 1e3) if max([bound, *known[-1:]]) < 1.0 else ("s", 1.0)
-    axes.axvline(bound * factor, color=_SERIES[3], linestyle="--", linewidth=1.3, label="bound")
+    right_s = known[-1] * 1.1 if known else bound * 1.1
+    if bound <= right_s:
+        axes.axvline(bound * factor, color=_SERIES[3], linestyle="--", linewidth=1.3, label="bound")
+    else:  # drawn to scale it would press the curve against the axis
+        axes.plot([], [], color=_SERIES[3], linestyle="--", label=f"bound: {bound * factor:g} {unit}, further right")
     if known:
         heights = [(rank + 1) / len(known) for rank in range(len(known))]
         axes.step([known[0] * factor, *(value * factor for value in known)], [0.0, *heights], where="post",
                   color=_SERIES[0], linewidth=1.8, label=name)
-        _legend(axes)
+        axes.legend(frameon=False, labelcolor=_INK, fontsize=9, loc="lower right")
     else:
         _note(axes, f"no request with a {name}")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, right_s * factor)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel(f"{name}, {unit}")
 

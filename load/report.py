@@ -162,20 +162,20 @@ def _objectives(summary: slo.Summary, bounds: slo.Slo) -> list[Row]:
         Row("both", ("", str(summary.good), _share(summary.good, offered)), "good requests; shares are of all offered"),
         Row("goodput", (f"{summary.goodput_rps:.3g} requests/s", "", ""),
             f"good requests a second over the {format_seconds(summary.offered_s)} of the schedule"),
-        Row("output", (f"{summary.output_tokens / max(summary.duration_s, 1.0):.3g} tokens/s", str(summary.output_tokens), ""),
-            "tokens generated, a second from the first scheduled request to the last end"),
+        Row("output", (f"{summary.output_tokens / max(summary.duration_s, 1.0):,.0f} tokens/s", "", ""),
+            f"{summary.output_tokens:,} tokens generated, first scheduled request to last end"),
     ]
 
 
 def _cache(cache: slo.CacheUse) -> list[Row]:
     error = "–" if cache.mean_error_tokens is None else f"{cache.mean_error_tokens:.1f} tokens"
     return [
-        Row("prompt", (str(cache.prompt_tokens), ""), f"as the server counted them, over {cache.requests} finished requests"),
-        Row("possible", (str(cache.shared_tokens), _share(cache.shared_tokens, cache.prompt_tokens)),
+        Row("prompt", (f"{cache.prompt_tokens:,}", ""), f"as the server counted them, over {cache.requests} finished requests"),
+        Row("possible", (f"{cache.shared_tokens:,}", _share(cache.shared_tokens, cache.prompt_tokens)),
             "shared with an earlier request of the run; whole blocks only can be reused, so a little less is in reach"),
-        Row("predicted", (str(cache.predicted_tokens), _share(cache.predicted_tokens, cache.prompt_tokens)),
+        Row("predicted", (f"{cache.predicted_tokens:,}", _share(cache.predicted_tokens, cache.prompt_tokens)),
             f"expected by the conductor, over {cache.predicted_requests} requests that told it"),
-        Row("actual", (str(cache.cached_tokens), _share(cache.cached_tokens, cache.prompt_tokens)), "not computed"),
+        Row("actual", (f"{cache.cached_tokens:,}", _share(cache.cached_tokens, cache.prompt_tokens)), "not computed"),
         Row("mean error", (error, ""), "mean of |predicted − actual| a request"),
     ]
 

@@ -163,7 +163,7 @@ def _choices(piece: Piece, count: int, *, size: int, seed: int) -> npt.NDArray[n
     choices = _noise(f"block {seed} {piece.hash_id}", count) % size
     shift = int(_noise(f"place {seed} {piece.start}", 1)[0])
     choices[0] = (piece.sibling + shift) % size
-    if count > 1 and piece.sibling >= size:
+    if count > 1:
         choices[1] = (piece.sibling // size + shift) % size
     return choices
 

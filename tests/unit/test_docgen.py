@@ -1,0 +1,44 @@
+"""The generated pages are those of the code as it is now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from services import docgen
+from shared.bus.subjects import ALL, PREFIX
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_committed_pages_are_up_to_date(tmp_path: Path) -> None:
+    for path in docgen.write(tmp_path):
+        assert (DOCS / path.name).read_text() == path.read_text(), f"docs/{path.name} is old: run `make docs`"
+
+
+def test_every_subject_and_payload_is_there() -> None:
+    page = docgen.wire()
+    for subject in ALL:
+        assert f"`{PREFIX}{subject.template}`" in page
+    headings = {heading.lower() for heading in re.findall(r"^### (\w+)$", page, re.MULTILINE)}
+    targets = set(re.findall(r"\]\(#(\w+)\)", page))
+    assert targets and targets <= headings
+
+
+def test_every_table_row_has_its_heads_cells() -> None:
+    for page in (docgen.wire(), docgen.configuration()):
+        for table in re.findall(r"(?:^\|.*\|$\n?)+", page, re.MULTILINE):
+            widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            assert len(widths) == 1, table
+
+
+def test_sentences_under_fields_reach_the_page() -> None:
+    page = docgen.wire()
+    assert "| `num_tokens` | `int` | required | Prompt length. |" in page
+    assert "`Literal['ttft', 'tbt', 'capacity', 'quota', 'no_worker']`" in page
+
+
+def test_settings_tell_variable_type_unit_and_default() -> None:
+    page = docgen.configuration()
+    assert "| `MOONBUS_*_NATS_URL` | `str` | `nats://127.0.0.1:4222` |" in page
+    assert re.search(r"\| `MOONBUS_GATEWAY_MAX_BODY_BYTES` \| `int \(bytes\)` \| `8388608` \|", page)
