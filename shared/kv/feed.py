@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shared.ids import Incarnation, SpecDigest, WorkerId
 from shared.messages import KvEvent, Since, SnapshotPage, StoredBlock, SyncEvents, SyncReply
@@ -52,6 +53,8 @@ class Ask:
 
     worker: WorkerId
     since: Since
+    why: Literal["joined", "gap", "retry", "page"]
+    """Its first question; a hole that stayed; again after a failure; the next page of a snapshot."""
 
 
 Action = Apply | Reset | Ask
@@ -111,7 +114,7 @@ class FeedTracker:
         had = self._feeds.get(worker)
         feed = self._feeds[worker] = _Feed(incarnation)
         actions: list[Action] = [Reset(worker, incarnation, None, ())] if had is not None else []
-        return [*actions, self._ask(worker, feed)]
+        return [*actions, self._ask(worker, feed, "joined")]
 
     def left(self, worker: WorkerId) -> None:
         """A worker is gone; the caller drops its copy."""
@@ -169,8 +172,9 @@ class FeedTracker:
         actions: list[Action] = []
         for worker in [worker for worker, due_s in self._due.items() if due_s <= now]:
             feed = self._feeds[worker]
-            self.statistics.gaps += feed.converged and feed.failures == 0
-            actions.append(self._ask(worker, feed))
+            gap = feed.failures == 0
+            self.statistics.gaps += gap
+            actions.append(self._ask(worker, feed, "gap" if gap else "retry"))
         return actions
 
     def next_wake(self) -> float | None:
@@ -186,13 +190,13 @@ class FeedTracker:
         """Whether every worker's copy is complete as far as anybody knows."""
         return all(feed.asked is None and feed.cursor >= feed.heard_of for feed in self._feeds.values())
 
-    def _ask(self, worker: WorkerId, feed: _Feed) -> Ask:
+    def _ask(self, worker: WorkerId, feed: _Feed, why: Literal["joined", "gap", "retry"]) -> Ask:
         self._due.pop(worker, None)
         feed.snapshot, feed.blocks = "", []
         feed.asked = Since(incarnation=feed.incarnation, seq=feed.cursor)
         feed.asked_at_heard = feed.heard_of
         self.statistics.syncs += 1
-        return Ask(worker, feed.asked)
+        return Ask(worker, feed.asked, why)
 
     def _caught_up(self, worker: WorkerId, feed: _Feed, reply: SyncEvents, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -215,7 +219,7 @@ class FeedTracker:
         feed.blocks.extend(reply.blocks)
         if reply.page + 1 < reply.pages:
             feed.asked = Since(incarnation=feed.incarnation, seq=feed.cursor, snapshot=reply.snapshot, page=reply.page + 1)
-            return [Ask(worker, feed.asked)]
+            return [Ask(worker, feed.asked, "page")]
         actions: list[Action] = [Reset(worker, feed.incarnation, reply.spec, feed.blocks)]
         feed.cursor = reply.seq
         feed.snapshot, feed.blocks = "", []

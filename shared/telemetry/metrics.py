@@ -65,6 +65,17 @@ CONDUCTOR_INDEX_BLOCKS = Gauge("moonbus_conductor_index_blocks", "Block copies i
 CONDUCTOR_RESYNCS = Counter("moonbus_conductor_resyncs_total", "Times a worker's blocks were asked again, by why.",
                             ["worker", "why"])
 CONDUCTOR_WORKERS = Gauge("moonbus_conductor_workers", "Known workers by role and state.", ["role", "state"])
+CONDUCTOR_INDEX_DROPPED = Counter(
+    "moonbus_conductor_index_dropped_blocks_total", "Block copies not indexed because the index was full.")
+CONDUCTOR_PROMISED_BLOCKS = Gauge(
+    "moonbus_conductor_promised_blocks", "Block copies that decisions made and no worker has announced yet.")
+CONDUCTOR_KV_EVENTS_DROPPED = Counter(
+    "moonbus_conductor_kv_events_dropped_total",
+    "Batches not applied, by why (stale: repeated, of an earlier life or too early by far; spec: another cache spec).", ["why"])
+CONDUCTOR_IN_FLIGHT = Gauge("moonbus_conductor_in_flight_requests", "Requests placed and not over.")
+CONDUCTOR_ESTIMATE_ERROR = Gauge(
+    "moonbus_conductor_estimate_relative_error",
+    "Smoothed |predicted - observed| / observed of a worker's cost model.", ["worker", "model"])
 
 # Workers: prefill and decode.
 WORKER_QUEUED = Gauge("moonbus_worker_queued_requests", "Requests accepted and not yet running.")

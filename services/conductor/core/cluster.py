@@ -8,6 +8,7 @@ are *unexplained* and add to its queue; jobs that should long be there while the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ _LEAST_REMAINING = 0.1
 
 _REACH_S = 0.2
 """A heartbeat cannot yet count a job decided less than this before it came."""
+
+_FIRST_ANSWER_TOKENS = 256.0
+"""Length of an answer before any was seen."""
 
 
 @dataclass
@@ -43,16 +47,15 @@ class Job:
     """Whether all owners share the prefill worker's host; ``None`` when some do."""
     fetch_ahead_bytes: int = 0
     """Bytes that were under way on the link when this was decided."""
+    done_share: float = 0.0
+    """How much of its prefill the worker's last heartbeat shows as computed."""
     started_s: float | None = None
     prefilled_s: float | None = None
 
-    def remaining_s(self, now: float) -> float:
-        """Predicted seconds of prefill computing still to do."""
-        if self.prefilled_s is not None:
-            return 0.0
-        if self.started_s is None:
-            return self.work_s
-        return max(self.work_s - (now - self.started_s), self.work_s * _LEAST_REMAINING)
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that have to be computed."""
+        return self.num_tokens - self.hit_tokens
 
 
 @dataclass
@@ -71,8 +74,12 @@ class Worker:
     decoding: dict[RequestId, Job] = field(default_factory=dict)
     #: {request: bytes} this worker has to send to others
     sending: dict[RequestId, int] = field(default_factory=dict)
+    #: when the last prefill here was over: the next one in line began then
+    prefilled_s: float = -math.inf
     #: smoothed seconds from prefilled to done on this decode worker; ``None`` before the first
     residence_s: float | None = None
+    #: answer length to expect of any request, in tokens
+    answer_tokens: float = _FIRST_ANSWER_TOKENS
 
     @property
     def id(self) -> WorkerId:
@@ -81,7 +88,11 @@ class Worker:
 
     def queue_s(self, now: float) -> float:
         """Predicted seconds until a new prompt's computing starts here."""
-        known_s = sum(job.remaining_s(now) for job in self.prefilling.values())
+        known_s = sum(job.work_s * (1.0 - job.done_share) for job in self.prefilling.values())
+        if (head := next(iter(self.prefilling.values()), None)) is not None:
+            since_s = max(head.started_s or head.placed_s, self.prefilled_s, self.load_s if head.done_share else -math.inf)
+            left_s = head.work_s * (1.0 - head.done_share)
+            known_s += max(left_s - (now - since_s), min(left_s, head.work_s * _LEAST_REMAINING)) - left_s
         if not self.unexplained_tokens:
             return known_s
         unexplained_s = self.costs.prefill_s(num_tokens=self.unexplained_tokens, hit_tokens=0)
@@ -113,13 +124,17 @@ class Worker:
         return self.load.free_blocks - sum(map(self.reserved_blocks, self._unseen()))
 
     def reserved_blocks(self, job: Job) -> int:
-        """Slots a job takes at most."""
-        return blocks_for(job.num_tokens + job.max_tokens, self.hello.spec.block_tokens)
+        """Slots a job is expected to take: its prompt, and an answer of the usual length."""
+        return self.needed_blocks(job.num_tokens, job.max_tokens)
+
+    def needed_blocks(self, num_tokens: int, max_tokens: int) -> int:
+        """Slots for such a request. Decode reserves the prompt only; answers rarely reach ``max_tokens``."""
+        return blocks_for(num_tokens + min(max_tokens, round(self.answer_tokens)), self.hello.spec.block_tokens)
 
     def residence_of(self, job: Job) -> float:
-        """Predicted seconds from prefilled to done."""
+        """Predicted seconds from prefilled to done: what is usual here, or the usual answer at the present pace."""
         step_s = self.costs.step_s(batch=max(len(self.decoding), 1), context_tokens=self.context_tokens())
-        longest_s = max(job.max_tokens, 1) * step_s
+        longest_s = max(min(job.max_tokens, self.answer_tokens), 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
 
     def next_free_s(self, now: float) -> float:
@@ -251,8 +266,8 @@ class Cluster:
         if worker is None:
             return
         worker.load, worker.load_s = load, now
-        explained = sum(job.num_tokens - job.hit_tokens for job in worker.prefilling.values())
-        worker.unexplained_tokens = max(load.queued_tokens - explained, 0) if load.role == "prefill" else 0
+        if load.role == "prefill":
+            self._compare(worker, load.queued_tokens, now)
         if load.queued or load.running or load.queued_tokens:
             return
         settled_s = now - self._policy.settle_s
@@ -260,6 +275,23 @@ class Cluster:
             self._prefilled(job, now)
         for job in [job for job in worker.decoding.values() if job.prefilled_s is not None and job.prefilled_s < settled_s]:
             self.release(job.request, now=now)
+
+    def answered(self, completion_tokens: int) -> None:
+        """A request ended by itself after so many tokens."""
+        for worker in self.workers.values():
+            worker.answer_tokens = 0.95 * worker.answer_tokens + 0.05 * completion_tokens
+
+    @staticmethod
+    def _compare(worker: Worker, queued_tokens: int, now: float) -> None:
+        """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""
+        reached = [job for job in worker.prefilling.values() if job.placed_s <= now - _REACH_S]
+        ours = sum(job.computed_tokens for job in worker.prefilling.values())
+        worker.unexplained_tokens = max(queued_tokens - ours, 0)
+        computed = max(sum(job.computed_tokens for job in reached) - queued_tokens, 0)
+        for job in reached:
+            done = min(computed, job.computed_tokens)
+            job.done_share = done / job.computed_tokens if job.computed_tokens else 0.0
+            computed -= done
 
     def sweep(self, now: float) -> list[RequestId]:
         """Forgets requests nobody reported on for too long; answers which."""
@@ -273,6 +305,8 @@ class Cluster:
         self._fetched(job)
         if job.prefilled_s is None:
             job.prefilled_s = now
+            if (worker := self.workers.get(job.prefill)) is not None:
+                worker.prefilled_s = now
         if (prefill := self.workers.get(job.prefill)) is not None:
             prefill.prefilling.pop(job.request, None)
 

@@ -32,6 +32,7 @@ have passed, ``Converged`` is emitted, once. Before it a conductor should not be
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -122,6 +123,8 @@ class Statistics:
     mismatched_events: int
     """KV events of another cache spec than their worker's."""
     feed: FeedStatistics
+    syncs: Mapping[tuple[WorkerId, str], int]
+    """{(worker, why): questions asked of its present life}"""
     errors: Mapping[tuple[WorkerId, str], float]
     """{(worker, model): smoothed relative error of its estimates}"""
 
@@ -139,10 +142,13 @@ class Conductor:
         self._cluster = Cluster(policy)
         self._placer = Placer(conductor, policy, seed=seed)
         self._started_s: float | None = None
-        self._converged = False
+        #: when to look whether all have told their blocks; ``None`` before the start and once converged
+        self._converge_s: float | None = None
         self._tick_s = 0.0
         self._rollcall_s = -math.inf
         self._mismatched_events = 0
+        #: {(worker, why): questions asked of its present life}
+        self._syncs: Counter[tuple[WorkerId, str]] = Counter()
 
     # The door
 
@@ -175,6 +181,8 @@ class Conductor:
                 self._over(event.request, now, attempt=event.attempt)
                 return []
             case RequestDone():
+                if event.outcome == "ok":
+                    self._cluster.answered(event.completion_tokens)
                 self._over(event.request, now)
                 return []
             case Answered(tag=Ask() as ask, message=reply):
@@ -185,6 +193,7 @@ class Conductor:
                 return self._woke(now)
             case Started():
                 self._started_s = self._tick_s = now
+                self._converge_s = now + self._policy.rollcall_window_s
                 return self._call_roll(now)
             case Reconnected():
                 return self._call_roll(now)
@@ -195,10 +204,7 @@ class Conductor:
         """When something gets old."""
         if self._started_s is None:
             return None
-        times = [self._tick_s, self._feed.next_wake(), self._promises.next_wake()]
-        if not self._converged:
-            window_s = self._started_s + self._policy.rollcall_window_s
-            times.append(window_s if self._tick_s <= window_s else self._started_s + self._policy.converge_within_s)
+        times = (self._tick_s, self._converge_s, self._feed.next_wake(), self._promises.next_wake())
         return min(time_s for time_s in times if time_s is not None)
 
     def check_invariants(self) -> None:
@@ -221,7 +227,7 @@ class Conductor:
         return Statistics(
             workers=workers, blocks={worker: self._index.blocks_of(worker) for worker in self._cluster.workers},
             dropped_blocks=self._index.dropped_blocks, promised_blocks=len(self._promises), jobs=len(self._cluster.jobs),
-            mismatched_events=self._mismatched_events, feed=self._feed.statistics,
+            mismatched_events=self._mismatched_events, feed=self._feed.statistics, syncs=dict(self._syncs),
             errors={(worker.id, model): error for worker in self._cluster.workers.values()
                     for model, error in worker.costs.errors().items()})
 
@@ -327,6 +333,8 @@ class Conductor:
         self._promises.forget(worker)
         self._index.remove(worker)
         self._cluster.leave(worker)
+        for kind in [kind for kind in self._syncs if kind[0] == worker]:
+            del self._syncs[kind]
 
     def _call_roll(self, now: float) -> list[Effect]:
         if now - self._rollcall_s < _ROLLCALL_PAUSE_S:
@@ -348,7 +356,8 @@ class Conductor:
                 case Reset(worker=worker, spec=spec, blocks=blocks):
                     fits = spec is not None and self._fits(worker, spec)
                     self._index.replace(worker, ((block.key, block.tier) for block in blocks) if fits else ())
-                case Ask(worker=worker, since=since):
+                case Ask(worker=worker, since=since, why=why):
+                    self._syncs[worker, why] += 1
                     effects.append(Request(self._addresses.sync(worker), since, action, self._policy.sync_timeout_s))
         return effects
 
@@ -380,12 +389,13 @@ class Conductor:
         return [*effects, *self._converge(now)]
 
     def _converge(self, now: float) -> list[Effect]:
-        if self._converged or self._started_s is None or now < self._started_s + self._policy.rollcall_window_s:
+        if self._started_s is None or self._converge_s is None or now < self._started_s + self._policy.rollcall_window_s:
             return []
         missing = [worker for worker in self._cluster.workers if not self._feed.is_converged(worker)]
-        if missing and now < self._started_s + self._policy.converge_within_s:
+        self._converge_s = self._started_s + self._policy.converge_within_s
+        if missing and now < self._converge_s:
             return []
-        self._converged = True
+        self._converge_s = None
         return [Converged(workers=len(self._cluster.workers), missing=missing)]
 
 

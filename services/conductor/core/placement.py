@@ -20,7 +20,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.conductor.core.cluster import Cluster, Worker, blocks_for
+from services.conductor.core.cluster import Cluster, Worker
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
@@ -172,7 +172,7 @@ class Placer:
         found = []
         for worker in workers:
             wait_s = worker.slot_wait_s(now)
-            needed = blocks_for(ask.num_tokens + ask.max_tokens, worker.hello.spec.block_tokens)
+            needed = worker.needed_blocks(ask.num_tokens, ask.max_tokens)
             if wait_s <= self._policy.max_queue_s and needed <= worker.free_blocks():
                 batch = min(worker.batch() + 1, worker.hello.max_running)
                 tbt_s = worker.costs.step_s(batch=batch, context_tokens=worker.context_tokens() + ask.num_tokens)

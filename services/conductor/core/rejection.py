@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.conductor.core.cluster import Worker, blocks_for
+from services.conductor.core.cluster import Worker
 from shared.messages import Candidate, PlaceRequest, Rejection, RejectionCode
 
 _SHORTEST_S, _LONGEST_S = 0.2, 60.0
@@ -35,7 +35,7 @@ class Reasons:
 
     def no_room(self, decoders: Sequence[Worker], max_queue_s: float, candidates: list[Candidate]) -> Rejection:
         """No decode worker has room for the request's KV, or a place in its batch soon enough."""
-        needed = blocks_for(self._ask.num_tokens + self._ask.max_tokens, decoders[0].hello.spec.block_tokens)
+        needed = decoders[0].needed_blocks(self._ask.num_tokens, self._ask.max_tokens)
         free = max(worker.free_blocks() for worker in decoders)
         if needed > free:
             message = f"the request needs {needed} blocks of decode memory, the emptiest of {len(decoders)} workers has {free}"

@@ -1,0 +1,3 @@
+from services.conductor.app import main
+
+raise SystemExit(main({}))

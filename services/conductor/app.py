@@ -1,0 +1,32 @@
+"""Puts a conductor together."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from services.conductor.core.machine import Conductor
+from services.conductor.settings import Settings
+from services.conductor.shell import ConductorShell, Subjects
+from shared.bus.nats import NatsBus
+from shared.clock import SystemClock
+from shared.ids import ConductorId, fresh
+from shared.lifecycle import Lifecycle, run
+from shared.settings import load
+
+
+def main(overrides: Mapping[str, Any]) -> int:
+    """Runs a conductor until it is told to stop; the exit code."""
+    settings = load(Settings, "conductor", overrides=overrides)
+    conductor = ConductorId(settings.conductor_id or fresh("conductor", 4))
+
+    async def body(lifecycle: Lifecycle) -> None:
+        seed = settings.seed if settings.seed >= 0 else secrets.randbits(32)
+        machine = Conductor(conductor, Subjects(), settings.policy(), seed=seed)
+        async with NatsBus.connect(settings.nats_url, name=conductor, credentials=settings.nats_credentials) as bus:
+            async with ConductorShell(machine, bus, SystemClock()).open():
+                lifecycle.ready()
+                await lifecycle.stopping.wait()
+
+    return run("conductor", conductor, settings, body)

@@ -1,0 +1,207 @@
+"""The conductor's hands: what comes over the bus becomes events, decisions become spans and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+from opentelemetry import trace
+
+from services.conductor.core.machine import Conductor, Converged, Event, Reconnected, Started, Statistics
+from shared.bus.bus import Bus, Delivery
+from shared.bus.subjects import (
+    BYE,
+    CANCEL,
+    DONE,
+    HELLO,
+    KV_EVICTED,
+    KV_STORED,
+    KV_SYNC,
+    LOAD,
+    PLACE,
+    PLACED,
+    PROGRESS,
+    REFUSE,
+    ROLLCALL,
+    WORKERS,
+    Address,
+)
+from shared.clock import Clock
+from shared.driver import Driver
+from shared.ids import WorkerId
+from shared.messages import Placement, PlaceRequest, Rejection, RequestDone
+from shared.telemetry import metrics
+
+_log = logging.getLogger(__name__)
+_tracer = trace.get_tracer("moonbus.conductor")
+
+QUEUE = "conductor"
+"""Of several conductors one gets each question."""
+DECIDE_WITHIN_S = 5.0
+"""Longest time a question waits for its decision: behind a backlog, nobody needs the answer any more."""
+_EXPORT_EVERY_S = 1.0
+_LISTENED = (HELLO, LOAD, BYE, KV_STORED, KV_EVICTED, PROGRESS, PLACED, CANCEL)
+"""What goes to the machine as it is."""
+
+
+class Subjects:
+    """The addresses the machine's effects go to."""
+
+    rollcall: Address = ROLLCALL.at()
+    placed: Address = PLACED.at()
+
+    def sync(self, worker: WorkerId) -> Address:
+        """Where ``worker`` answers what was missed."""
+        return KV_SYNC.at(worker=worker)
+
+    def refuse(self, worker: WorkerId) -> Address:
+        """Where ``worker`` hears that it must stop."""
+        return REFUSE.at(worker=worker)
+
+
+class ConductorShell:
+    """Serves one machine over one bus while open."""
+
+    def __init__(self, machine: Conductor, bus: Bus, clock: Clock) -> None:
+        self._machine, self._bus = machine, bus
+        self._driver: Driver[Event] = Driver(machine, bus, clock, effects={Converged: self._on_converged}, name="conductor")
+        self._converged = asyncio.Event()
+        self._exported = _Export()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Listens, converges, then answers until left; raises what breaks the machine."""
+        async with asyncio.TaskGroup() as tasks, AsyncExitStack() as stack:
+            owned = [tasks.create_task(self._driver.run(), name="conductor"),
+                     tasks.create_task(self._export(), name="conductor-metrics")]
+            try:
+                for subject in _LISTENED:
+                    stack.push_async_callback((await self._bus.subscribe(subject.any(), self._on_message)).close)
+                stack.push_async_callback((await self._bus.subscribe(DONE.any(), self._on_done)).close)
+                self._bus.on_reconnect(self._on_reconnect)
+                await self._driver.put(Started())
+                await self._converged.wait()
+                for subject, handler in ((PLACE, self._on_place), (WORKERS, self._on_workers)):
+                    serving = await self._bus.serve(subject.at(), handler, queue=QUEUE)
+                    stack.push_async_callback(serving.close)
+                yield
+                await stack.aclose()  # answer what was asked before the driver stops
+            finally:
+                for task in owned:
+                    task.cancel()
+
+    async def _on_message(self, delivery: Delivery) -> None:
+        self._driver.feed(delivery.message)
+
+    async def _on_done(self, delivery: Delivery) -> None:
+        _observe_outcome(delivery.message, self._machine.id)
+        self._driver.feed(delivery.message)
+
+    async def _on_reconnect(self) -> None:
+        await self._driver.put(Reconnected())
+
+    async def _on_converged(self, effect: Converged) -> None:
+        if effect.missing:
+            _log.warning("unconverged", extra={"fields": {"workers": effect.workers, "missing": ",".join(effect.missing)}})
+        self._converged.set()
+
+    async def _on_workers(self, delivery: Delivery) -> Any:
+        return await self._driver.ask(delivery.message, timeout_s=DECIDE_WITHIN_S)
+
+    async def _on_place(self, delivery: Delivery) -> Placement | Rejection:
+        ask: PlaceRequest = delivery.message
+        began_s = time.perf_counter()
+        with _tracer.start_as_current_span("place.decide") as span:
+            answer: Placement | Rejection = await self._driver.ask(ask, timeout_s=DECIDE_WITHIN_S)
+            span.set_attributes(_asked(ask, self._machine.id) | _answered(answer))
+        metrics.CONDUCTOR_DECISION_SECONDS.observe(time.perf_counter() - began_s)
+        _count(answer)
+        return answer
+
+    async def _export(self) -> None:
+        while True:
+            self._exported.update(self._machine.statistics())
+            await asyncio.sleep(_EXPORT_EVERY_S)
+
+
+def _asked(ask: PlaceRequest, conductor: str) -> dict[str, str | int]:
+    return {"moonbus.request": ask.request, "moonbus.attempt": ask.attempt, "moonbus.conductor": conductor,
+            "moonbus.prompt_tokens": ask.num_tokens, "moonbus.excluded": ",".join(ask.exclude)}
+
+
+def _answered(answer: Placement | Rejection) -> dict[str, str | int | float]:
+    candidates = msgspec.json.encode(answer.candidates).decode()
+    if isinstance(answer, Rejection):
+        return {"moonbus.rejection": answer.code, "moonbus.reason": answer.message,
+                "moonbus.retry_after_s": answer.retry_after_s, "moonbus.candidates": candidates}
+    return {
+        "moonbus.prefill": answer.prefill, "moonbus.decode": answer.decode, "moonbus.own_blocks": answer.own_blocks,
+        "moonbus.sources": msgspec.json.encode(answer.sources).decode(), "moonbus.hit_tokens": answer.hit_tokens,
+        "moonbus.predicted_queue_s": answer.predicted_queue_s, "moonbus.predicted_transfer_s": answer.predicted_transfer_s,
+        "moonbus.predicted_prefill_s": answer.predicted_prefill_s, "moonbus.predicted_ttft_s": answer.predicted_ttft_s,
+        "moonbus.predicted_tbt_s": answer.predicted_tbt_s, "moonbus.candidates": candidates}
+
+
+def _count(answer: Placement | Rejection) -> None:
+    if isinstance(answer, Rejection):
+        metrics.CONDUCTOR_REJECTIONS.labels(code=answer.code).inc()
+        return
+    metrics.CONDUCTOR_PLACEMENTS.labels(prefill=answer.prefill, decode=answer.decode).inc()
+    metrics.CONDUCTOR_PREDICTED_TTFT_SECONDS.observe(answer.predicted_ttft_s)
+    metrics.CONDUCTOR_PREDICTED_HIT_TOKENS.inc(answer.hit_tokens)
+
+
+def _observe_outcome(done: RequestDone, conductor: str) -> None:
+    """What became of a promise; only of our own, so that sums over conductors are right."""
+    if done.conductor != conductor or done.ttft_s is None:
+        return
+    metrics.CONDUCTOR_ACTUAL_TTFT_SECONDS.observe(done.ttft_s)
+    metrics.CONDUCTOR_TTFT_ERROR_SECONDS.observe(done.ttft_s - done.predicted_ttft_s)
+    metrics.CONDUCTOR_ACTUAL_HIT_TOKENS.inc(done.hit_tokens)
+
+
+class _Export:
+    """Gauges of the machine's state; series of workers that are gone are removed."""
+
+    def __init__(self) -> None:
+        self._blocks: set[str] = set()
+        self._workers: set[tuple[str, str]] = set()
+        self._errors: set[tuple[str, str]] = set()
+        self._syncs: dict[tuple[str, str], int] = {}
+        self._dropped_blocks = self._stale = self._mismatched = 0
+
+    def update(self, now: Statistics) -> None:
+        """Shows ``now``."""
+        for gone in self._blocks - set(now.blocks):
+            metrics.CONDUCTOR_INDEX_BLOCKS.remove(gone)
+        for worker, blocks in now.blocks.items():
+            metrics.CONDUCTOR_INDEX_BLOCKS.labels(worker=worker).set(blocks)
+        self._blocks = set(now.blocks)
+        for role, state in self._workers - set(now.workers):
+            metrics.CONDUCTOR_WORKERS.remove(role, state)
+        for (role, state), count in now.workers.items():
+            metrics.CONDUCTOR_WORKERS.labels(role=role, state=state).set(count)
+        self._workers = set(now.workers)
+        for worker, model in self._errors - set(now.errors):
+            metrics.CONDUCTOR_ESTIMATE_ERROR.remove(worker, model)
+        for (worker, model), error in now.errors.items():
+            metrics.CONDUCTOR_ESTIMATE_ERROR.labels(worker=worker, model=model).set(error)
+        self._errors = set(now.errors)
+        metrics.CONDUCTOR_IN_FLIGHT.set(now.jobs)
+        metrics.CONDUCTOR_PROMISED_BLOCKS.set(now.promised_blocks)
+        for worker, why in self._syncs.keys() - now.syncs.keys():
+            metrics.CONDUCTOR_RESYNCS.remove(worker, why)
+            del self._syncs[worker, why]
+        for (worker, why), count in now.syncs.items():
+            before = self._syncs.get((worker, why), 0)
+            metrics.CONDUCTOR_RESYNCS.labels(worker=worker, why=why).inc(count - before if count >= before else count)
+            self._syncs[worker, why] = count
+        metrics.CONDUCTOR_INDEX_DROPPED.inc(now.dropped_blocks - self._dropped_blocks)
+        metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="stale").inc(now.feed.dropped - self._stale)
+        metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="spec").inc(now.mismatched_events - self._mismatched)
+        self._dropped_blocks, self._stale, self._mismatched = now.dropped_blocks, now.feed.dropped, now.mismatched_events
