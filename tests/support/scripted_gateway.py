@@ -117,13 +117,12 @@ class ScriptedGateway:
     def _count(self, chat: bool, body: dict[str, Any]) -> tuple[int, int]:
         content = body["messages"][0]["content"] if chat else body["prompt"]
         tokens = content.split() if isinstance(content, str) else content
-        blocks = [tuple(tokens[:end]) for end in range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)]
         hits = 0
-        for block in blocks:
-            if block not in self._seen:
+        for end in range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS):  # the last token is always computed
+            if tuple(tokens[:end]) not in self._seen:
                 break
             hits += 1
-        self._seen.update(blocks)
+        self._seen.update(tuple(tokens[:end]) for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS))
         return len(tokens), hits * BLOCK_TOKENS
 
 
