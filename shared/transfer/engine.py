@@ -162,7 +162,6 @@ class TransferEngine:
             trouble = troubles.get(i)
             statuses.append(SliceStatus(item, None if trouble is None else trouble.kind(
                 peer.worker, trouble.why, nbytes=item.remote.length, segment=item.remote.segment)))
-        self._counts.failed(trouble.kind.code for trouble in troubles.values())
         return PushResult(statuses, nbytes=sum(s.slice.remote.length for s in statuses if s.error is None),
                           seconds=self._clock.monotonic() - started_s, path="+".join(paths))
 
@@ -197,6 +196,7 @@ class TransferEngine:
                               paused=self._paused(peer))
         if not routes.choices:
             why = "; ".join(f"{path}: {reason}" for path, reason in routes.excluded.items()) or "no path is allowed"
+            self._counts.failed("none", [PathFailed.code] * len(todo))
             return dict.fromkeys(todo, Trouble(PathFailed, why))
         troubles: dict[int, Trouble] = {}
         for i, choice in enumerate(routes.choices):
@@ -212,11 +212,12 @@ class TransferEngine:
                     break  # a fresh connection failed as well: it is not that the pooled one had gone stale
             if not todo or self._closed:
                 break
+        self._counts.failed(choice.path, [trouble.kind.code for trouble in troubles.values()])
         return troubles
 
     async def _push_over(self, link: Link, peer: Endpoint, choice: Choice, todo: Mapping[int, Slice], grant: Grant,
                          deadline_s: float, paths: list[str]) -> dict[int, Trouble]:
-        batches = plan_batches(todo)
+        batches, started_s = plan_batches(todo), self._clock.monotonic()
         outcomes = await link.send(batches, grant, deadline_s=deadline_s, corrupt=self._corrupt)
         troubles: dict[int, Trouble] = {}
         acknowledged = 0
@@ -226,7 +227,7 @@ class TransferEngine:
                     acknowledged += piece.remote.length
                 else:
                     troubles.setdefault(piece.index, trouble)
-        self._counts.pushed(choice.path, acknowledged)
+        self._counts.pushed(choice.path, acknowledged, seconds=self._clock.monotonic() - started_s)
         if acknowledged and choice.path not in paths:
             paths.append(choice.path)
         self._judge(peer, choice, link, troubles)

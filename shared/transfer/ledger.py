@@ -30,6 +30,7 @@ from shared.clock import Clock
 from shared.errors import Bug
 from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Grant, Range
+from shared.telemetry import metrics
 from shared.transfer.frames import MAX_NAME, Claim, Span
 from shared.transfer.intervals import IntervalSet
 from shared.transfer.segment import Segment
@@ -157,6 +158,7 @@ class Ledger:
                 good_bytes = sum(span.length for i, span in enumerate(writer.spans) if i not in bad)
                 counts = self.received_bytes_by_path
                 counts[writer.path] = counts.get(writer.path, 0) + good_bytes
+                metrics.TRANSFER_BYTES.labels(writer.path, "received").inc(good_bytes)
                 self.corrupt_spans += len(bad)
                 quiet = self._leave(entry, writer)
             for callback in quiet:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from shared.messages import Grant
+from shared.telemetry import metrics
 from shared.transfer.lane import Lane, Outcome, Transfer, Trouble
 from shared.transfer.plan import Batch
 from shared.transfer.types import TransferTimeout
@@ -161,10 +162,12 @@ class Link:
     def _take(self, nbytes: int) -> None:
         self._batches += 1
         self._nbytes += nbytes
+        metrics.TRANSFER_IN_FLIGHT_BYTES.inc(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
         self._batches -= 1
         self._nbytes -= nbytes
+        metrics.TRANSFER_IN_FLIGHT_BYTES.dec(nbytes)
         self._admit()
 
     def _admit(self) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shared.telemetry import metrics
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -40,14 +42,18 @@ class Counts:
     failures: Counter[str] = field(default_factory=Counter)
     failovers: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def pushed(self, path: str, nbytes: int) -> None:
+    def pushed(self, path: str, nbytes: int, *, seconds: float) -> None:
         """A push was tried by ``path``; ``nbytes`` of it were acknowledged."""
         self.pushes[path] += 1
         self.sent_bytes[path] += nbytes
+        metrics.TRANSFER_SECONDS.labels(path).observe(seconds)
+        metrics.TRANSFER_BYTES.labels(path, "sent").inc(nbytes)
 
-    def failed(self, codes: Iterable[str]) -> None:
-        """Slices ended with these codes."""
-        self.failures.update(codes)
+    def failed(self, path: str, codes: Iterable[str]) -> None:
+        """Slices ended with these codes; ``path`` was tried last."""
+        for code in codes:
+            self.failures[code] += 1
+            metrics.TRANSFER_FAILURES.labels(path, code).inc()
 
     def failed_over(self, before: str, after: str) -> None:
         """A push goes on by another path."""

@@ -1,0 +1,95 @@
+"""The wire format: what is read back, and what is refused before it costs anything."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.transfer import frames
+from shared.transfer.frames import HEADER_BYTES, FrameError, Kind, Span
+
+SPANS = [Span("kv", 0, 10), Span("kv", 4096, 20)]
+BODIES = [
+    frames.Hello("a", "b", "i"),
+    frames.Welcome("b", "i"),
+    frames.Write(1, "op", "i", b"t" * 32, 500, SPANS, [2**64 - 1, 0]),
+    frames.Begin(2, "op", "i", b"t" * 32, 500, SPANS, ["kv"]),
+    frames.Go(2, ["kv"]),
+    frames.Done(2, [1, 2]),
+    frames.Abort(2),
+    frames.Ack(2, "no", [0, 1]),
+]
+
+
+def read(data: bytes) -> frames.Body:
+    kind, length = frames.parse_header(data[:HEADER_BYTES])
+    assert len(data) == HEADER_BYTES + length
+    return frames.decode(kind, data[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_round_trip(body: frames.Body) -> None:
+    assert read(frames.encode(body)) == body
+
+
+def test_every_kind_has_a_body() -> None:
+    assert set(frames.BODIES) == set(Kind)
+    assert {type(body) for body in BODIES} == set(frames.BODIES.values())
+
+
+@pytest.mark.parametrize(("header", "why"), [
+    (struct.pack("!4sBBHI", b"HTTP", 1, 1, 0, 0), "magic"),
+    (struct.pack("!4sBBHI", b"MBTX", 9, 1, 0, 0), "version"),
+    (struct.pack("!4sBBHI", b"MBTX", 1, 77, 0, 0), "kind 77"),
+    (struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 2**32 - 1), "body of 4294967295 bytes exceeds"),
+])
+def test_bad_headers_are_refused_by_what_is_wrong_with_them(header: bytes, why: str) -> None:
+    with pytest.raises(FrameError, match=why):
+        frames.parse_header(header)
+
+
+def write_with(spans: object, checksums: object = ()) -> bytes:
+    return msgspec.msgpack.encode([1, "op", "i", b"t", 500, spans, list(checksums)])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("data", [
+    write_with([]),
+    write_with([["kv", 0, 1]] * (frames.MAX_SPANS + 1)),
+    write_with([["kv", -1, 1]]),
+    write_with([["kv", 0, 0]]),
+    write_with([["kv", 0, frames.MAX_SPAN_BYTES + 1]]),
+    write_with([["kv", 0, frames.MAX_SPAN_BYTES], ["kv", 0, 1]]),
+    write_with([["k" * 257, 0, 1]]),
+    write_with([["kv", 0, 1]], checksums=[1, 2]),
+    write_with([["kv", 0, 2**63]]),
+    write_with("kv"),
+    b"",
+    b"\x91" * 100_000,
+], ids=["no spans", "too many spans", "negative", "empty span", "huge span", "huge payload", "long name",
+        "checksums do not fit", "beyond memory", "not a list", "nothing", "nested"])
+def test_bodies_out_of_bounds_are_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        frames.decode(Kind.WRITE, data)
+
+
+@given(st.binary(max_size=200), st.sampled_from(list(Kind)))
+def test_garbage_bodies_raise_nothing_but_frame_errors(data: bytes, kind: Kind) -> None:
+    try:
+        frames.decode(kind, data)
+    except FrameError:
+        pass
+
+
+@given(st.sampled_from(BODIES), st.data())
+def test_a_flipped_byte_is_read_or_refused_but_never_crashes(body: frames.Body, data: st.DataObject) -> None:
+    frame = bytearray(frames.encode(body))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        kind, _ = frames.parse_header(bytes(frame[:HEADER_BYTES]))
+        frames.decode(kind, bytes(frame[HEADER_BYTES:]))
+    except FrameError:
+        pass
