@@ -113,6 +113,8 @@ TRANSFER_IN_FLIGHT_BYTES = Gauge("moonbus_transfer_in_flight_bytes", "Bytes sent
 STORE_FEED_PENDING = Gauge("moonbus_store_feed_pending_messages", "Messages of the durable feed not yet in the catalog.")
 STORE_ROWS = Counter("moonbus_store_rows_written_total", "Rows written, by table.", ["table"])
 STORE_WRITE_FAILURES = Counter("moonbus_store_write_failures_total", "Batches the database did not take, by why.", ["why"])
+STORE_REPAIRED = Counter("moonbus_store_repaired_total",
+                         "Copies that a comparison with their worker put right, by kind (missing, stale).", ["kind"])
 STORE_WRITE_SECONDS = Histogram("moonbus_store_write_seconds", "One batch into the database.", buckets=_LATENCY_S)
 STORE_RECONCILED_BLOCKS = Counter(
     "moonbus_store_reconciled_blocks_total", "Replicas corrected by asking the owner, by what (added, removed).", ["what"])
