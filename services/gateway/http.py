@@ -14,14 +14,14 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import metadata
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from litestar import Litestar, Request, Response, get, post
 from litestar.config.cors import CORSConfig
 from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException
-from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -80,7 +80,6 @@ class Api:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != ScopeType.HTTP:
             return  # the server speaks neither websockets nor lifespan to us
-        http_scope = cast(HTTPScope, scope)
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         state = scope.setdefault("state", {})
@@ -95,7 +94,7 @@ class Api:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             await send(message)
 
-        if path in _ALWAYS or http_scope["method"] == "OPTIONS":
+        if path in _ALWAYS or scope["method"] == "OPTIONS":
             await self._app(scope, receive, counted_send)
             return
         problem = self._turn_away(headers, state)
@@ -169,9 +168,9 @@ class Api:
             return _json({"object": "list", "data": listed})
 
         @get("/v1/models/{name:path}")
-        async def model(name: str) -> Response[bytes]:
+        async def model(request: Request[Any, Any, Any]) -> Response[bytes]:
             """One model."""
-            wanted = name.strip("/")  # hub ids have a slash inside
+            wanted = str(request.path_params["name"]).strip("/")  # hub ids have a slash inside
             return _json(_model(wanted, gateway.roster.find(wanted)))
 
         @get(["/health", "/ping"])

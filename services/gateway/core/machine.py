@@ -218,7 +218,8 @@ class RequestMachine:
         """One line a turn of the life, for logs and for whoever asks why."""
         self._order = TokenOrder(0)
         self._excluded: list[WorkerId] = list(job.exclude)
-        self._refusal: Refused | None = None
+        self._contention: Problem | None = None
+        """What a worker said that was full, for when nobody else is left."""
         self._deadline_s = 0.0
         self._place_until_s = 0.0
         self._place_tries = 0
@@ -249,7 +250,7 @@ class RequestMachine:
                 return self._unanswered(why, gone, now)
             case TooLarge():
                 return self._end("failed", Problem(
-                    status=413, code="payload_too_large", param="messages",
+                    status=413, code="payload_too_large",
                     message=f"the prompt's {self.job.num_tokens} tokens make a message of {event.size_bytes} bytes, "
                             f"but the bus carries {event.limit_bytes} bytes"))
             case JobFailed():
@@ -318,8 +319,8 @@ class RequestMachine:
                 self._note("accepted")
                 return []
             case "reserving" | "prefilling", Refused() as refused:
-                self._refusal = refused
-                return self._again(self._asked_worker(), refused.code, refused.message, now)
+                return self._again(self._asked_worker(), refused.code, refused.message, now,
+                                   retry_after_s=refused.retry_after_s)
             case "streaming", _:
                 return []  # tokens were faster than the answer; they prove more than it says
             case "reserving" | "prefilling", _:
@@ -344,13 +345,12 @@ class RequestMachine:
         return told + self._again(worker, "worker_lost" if gone else "worker_silent", f"{worker}: {why}", now)
 
     def _rejected(self, rejection: Rejection) -> list[Effect]:
-        code, message, retry_after_s = str(rejection.code), rejection.message, rejection.retry_after_s
-        refusal = self._refusal
-        if code == "no_worker" and refusal is not None and refusal.code in _CONTENDED:
-            # we excluded the worker ourselves because it was full: that is contention, not absence
-            code, message, retry_after_s = refusal.code, refusal.message, refusal.retry_after_s
-        status = REJECTED_STATUS.get(code, 503)
-        return self._end("rejected", Problem(status=status, code=code, message=message, retry_after_s=retry_after_s))
+        if rejection.code == "no_worker" and self._contention is not None:
+            # we excluded the workers ourselves because they were full: that is contention, not absence
+            return self._end("rejected", self._contention)
+        return self._end("rejected", Problem(
+            status=REJECTED_STATUS.get(rejection.code, 503), code=rejection.code, message=rejection.message,
+            retry_after_s=rejection.retry_after_s))
 
     # -- reserving and prefilling -----------------------------------------------------------------------------------
 
@@ -433,14 +433,17 @@ class RequestMachine:
         return self._end("failed", Problem(status=502, code=code, message=f"the answer broke off: {message}",
                                            retry_after_s=1.0))
 
-    def _again(self, worker: WorkerId, code: str, message: str, now: float) -> list[Effect]:
+    def _again(self, worker: WorkerId, code: str, message: str, now: float, *,
+               retry_after_s: float = 1.0) -> list[Effect]:
         """The attempt is over; another one without ``worker``, if one is left."""
         self._note(f"attempt {self.attempt} failed: {code}: {message}")
+        if code in _CONTENDED:
+            self._contention = Problem(status=429, code=code, message=message, retry_after_s=retry_after_s)
         if self.attempt + 1 >= self.limits.max_attempts:
-            contended = self._refusal is not None and self._refusal.code == code and code in _CONTENDED
-            retry_after_s = self._refusal.retry_after_s if contended and self._refusal is not None else 1.0
-            return self._end("rejected" if contended else "failed", Problem(
-                status=429 if contended else 503, code=code, retry_after_s=retry_after_s,
+            if code in _CONTENDED and self._contention is not None:
+                return self._end("rejected", self._contention)
+            return self._end("failed", Problem(
+                status=503, code=code, retry_after_s=retry_after_s,
                 message=f"gave up after {self.attempt + 1} attempts; the last one: {message}"))
         effects: list[Effect] = [self._cancel(code, self.attempt)]
         if self.received:

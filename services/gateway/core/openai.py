@@ -200,14 +200,16 @@ def sampling(request: Generation, wanted: Wanted, *, num_tokens: int, max_contex
     """How to choose tokens for a prompt of ``num_tokens``; ``seed`` is used when the client gave none.
 
     Raises :class:`ApiError` 400 with both numbers when prompt and answer do not fit into the context. An answer
-    length that the client did not ask for is clamped instead; ``default_max_tokens`` 0 means all that is left.
+    length that the client did not ask for is clamped instead; ``default_max_tokens`` (of chats) 0 means all that is
+    left.
     """
     room = max_context - num_tokens
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if room < 1:
         raise context_length_exceeded("the prompt alone has", num_tokens, max_context, field)
     if wanted.max_tokens is None:
-        max_tokens = min(room, default_max_tokens or room)
+        default = default_max_tokens if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
+        max_tokens = min(room, default or room)
     elif wanted.max_tokens > room:
         raise context_length_exceeded(
             f"the prompt's {num_tokens} tokens and an answer of {wanted.max_tokens} make",
