@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shared.engine.batch import Batch, DecodeGroup, PrefillRow
+from shared.engine.batch import Batch
 
 NAME = "moonbus_paged"
 """The attention implementation's name in transformers' registry."""
@@ -30,6 +30,7 @@ class Pass:
     def written(self, layer: int) -> None:
         """Layer ``layer`` of every row's new tokens is in the pool."""
         self.layers.append(layer)
+        self.batch.pool.to_host(self.batch.written, layer)
         if self.on_layer is not None:
             self.on_layer(layer)
 
@@ -53,60 +54,57 @@ def paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: 
 
     ``sliding_window`` is how many positions a query sees, itself included; ``softcap`` bounds scores by tanh.
     """
-    batch, layer = paged.batch, module.layer_idx
-    offset = batch.layer_offset(layer)
-    _store(batch, key, value, offset)
+    batch, layer, kv_heads = paged.batch, module.layer_idx, key.shape[1]
+    _store(batch, key[0], value[0], layer)
     paged.written(layer)
-    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = query[0].unflatten(0, (kv_heads, -1))  # [kv_heads, group, tokens, head_dim]
+    out = query.new_empty(query.shape[2], kv_heads, queries.shape[1], query.shape[3])
     for i, row in enumerate(batch.prefills):
         mask = batch.prefill_mask(i, sliding_window)
         if row.start == 0:
             keys, values = key[0, :, row.tokens], value[0, :, row.tokens]
         else:
-            keys, values = _context(batch, row, offset)
-        grouped = query[0, :, row.tokens].unflatten(0, (keys.shape[0], -1))  # [kv_heads, group, new, head_dim]
-        attended = _attend(grouped, keys[:, None], values[:, None], mask, scaling, softcap)
-        out[row.tokens] = attended.flatten(0, 1).transpose(0, 1)
+            keys, values = batch.gather(row.pages, layer, row.end)
+        attended = _attend(queries[:, :, row.tokens], keys[:, None], values[:, None], mask, scale, softcap)
+        out[row.tokens] = attended.permute(2, 0, 1, 3)
     for i, group in enumerate(batch.decodes):
-        keys, values = _context(batch, group, offset)  # [rows, kv_heads, context, head_dim]
-        grouped = query[0].transpose(0, 1)[group.tokens].unflatten(1, (keys.shape[1], -1))
+        keys, values = batch.gather(group.pages, layer, group.longest)  # [rows, kv_heads, context, head_dim]
         mask = batch.decode_mask(i, sliding_window)
+        one_each = queries.index_select(2, group.tokens).permute(2, 0, 1, 3)  # the group stands where tokens stood
+        out.index_copy_(0, group.tokens, _weigh(one_each, keys, values, mask, scale, softcap))
+    return out.flatten(1, 2)[None], None
+
+
+def _store(batch: Batch, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    """Writes [kv_heads, tokens, head_dim] of keys and values to their slots."""
+    at = batch.vectors + batch.layer_offset(layer) * batch.pool.spec.block_tokens
+    batch.pool.vectors.index_put_((at[0],), key)
+    batch.pool.vectors.index_put_((at[1],), value)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float,
+            softcap: float | None) -> torch.Tensor:
+    """Many queries a head: [kv_heads, group, new, head_dim] over [kv_heads, 1, context, head_dim]; no mask is causal."""
+    if softcap is not None:
         if mask is None:
-            attended = _attend(grouped, keys, values, None, scaling, softcap, causal=False)
-        else:
-            attended = _attend(grouped, keys, values, mask.expand(-1, -1, grouped.shape[2], -1), scaling, softcap)
-        out[group.tokens] = attended.flatten(1, 2)
-    return out[None], None
-
-
-def _store(batch: Batch, key: torch.Tensor, value: torch.Tensor, offset: int) -> None:
-    vectors = batch.pool.vectors
-    at = batch.vectors + offset * batch.pool.spec.block_tokens
-    vectors.index_put_((at[0],), key[0])
-    vectors.index_put_((at[1],), value[0])
-
-
-def _context(batch: Batch, rows: PrefillRow | DecodeGroup, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of whole contexts, gathered in one copy: [..., kv_heads, context, head_dim] each."""
-    length = rows.end if isinstance(rows, PrefillRow) else rows.longest
-    pages = rows.pages + offset
-    gathered = batch.pool.pages.index_select(0, pages.flatten()).view(*pages.shape[:-1], -1, batch.pool.spec.head_dim)
-    return gathered[0, ..., :length, :], gathered[1, ..., :length, :]
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-            scaling: float | None, softcap: float | None, *, causal: bool | None = None) -> torch.Tensor:
-    """Softmax attention over the last two dimensions; the first two are broadcast. No mask means causal."""
-    causal = mask is None if causal is None else causal
+            hidden = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu_(1)
+            mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+        return _weigh(query, key, value, mask, scale, softcap)
     shape = query.shape[:2]
-    key, value = key.expand(*shape, -1, -1), value.expand(*shape, -1, -1)
-    if softcap is None:
-        return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scaling)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    return functional.scaled_dot_product_attention(
+        query, key.expand(*shape, -1, -1), value.expand(*shape, -1, -1), mask, is_causal=mask is None, scale=scale)
+
+
+def _weigh(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float,
+           softcap: float | None) -> torch.Tensor:
+    """Softmax attention spelled out, broadcast over leading dimensions; no mask means that all is seen.
+
+    For the few queries of a decode row this is faster than the fused kernel, which repacks all keys first.
+    """
+    scores = (query * scale) @ key.transpose(-1, -2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
-    elif causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value

@@ -84,11 +84,10 @@ class EngineThread:
 
         logits = self._engine.forward([Row(work.tokens, work.start, work.blocks) for work in works], on_layer)
         wanted = [i for i, work in enumerate(works) if work.sampling is not None]
-        chosen: list[int | None] = [None] * len(works)
-        if wanted:
-            params = [works[i].sampling for i in wanted]
-            positions = [works[i].start + len(works[i].tokens) for i in wanted]
-            generated = [works[i].generated for i in wanted]
-            for i, token in zip(wanted, sample(logits[wanted], params, positions, generated), strict=True):
-                chosen[i] = token
-        return chosen
+        if not wanted:
+            return [None] * len(works)
+        params = [work.sampling for work in works if work.sampling is not None]
+        positions = [works[i].start + len(works[i].tokens) for i in wanted]
+        generated = [works[i].generated for i in wanted]
+        tokens = dict(zip(wanted, sample(logits[wanted], params, positions, generated), strict=True))
+        return [tokens.get(i) for i in range(len(works))]
