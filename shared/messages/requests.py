@@ -191,7 +191,7 @@ class Refused(Message, frozen=True):
 
     request: RequestId
     attempt: int
-    code: Literal["capacity", "tbt", "spec", "draining", "unknown", "expired", "cancelled"]
+    code: Literal["capacity", "tbt", "spec", "draining", "unknown", "expired", "cancelled", "incomplete"]
     message: str
     retry_after_s: float = 1.0
 

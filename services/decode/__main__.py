@@ -1,0 +1,3 @@
+from services.decode.app import main
+
+raise SystemExit(main({}))

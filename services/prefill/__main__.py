@@ -1,0 +1,3 @@
+from services.prefill.app import main
+
+raise SystemExit(main({}))

@@ -1,0 +1,1 @@
+"""Decides what a prefill worker computes next. Pure."""

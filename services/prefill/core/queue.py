@@ -1,0 +1,82 @@
+"""Which tokens of which prompts the next forward pass computes.
+
+First come, first served, at chunk boundaries: a pass takes up to ``chunk_tokens`` new tokens from the oldest prompts.
+Every chunk but a prompt's last ends on a block boundary, so each block is computed, and sent, exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.ids import OperationId
+
+
+@dataclass
+class Prompt:
+    """A prompt in the queue: tokens ``[0, done)`` have their KV, ``[done, total)`` are to be computed."""
+
+    operation: OperationId
+    total: int
+    done: int
+
+    @property
+    def remain_len(self) -> int:
+        """Tokens still to be computed."""
+        return self.total - self.done
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``[start, start + length)`` of a prompt; ``last`` when they are its end."""
+
+    operation: OperationId
+    start: int
+    length: int
+    last: bool
+
+
+class PrefillQueue:
+    """The prompts to compute, oldest first."""
+
+    def __init__(self, *, chunk_tokens: int, block_tokens: int) -> None:
+        self._chunk_tokens, self._block_tokens = chunk_tokens, block_tokens
+        self._prompts: dict[OperationId, Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens to be computed, all prompts together."""
+        return sum(prompt.remain_len for prompt in self._prompts.values())
+
+    def add(self, operation: OperationId, *, total: int, done: int) -> None:
+        """A prompt is ready to be computed from token ``done`` (a block boundary) on."""
+        self._prompts[operation] = Prompt(operation, total, done)
+
+    def remove(self, operation: OperationId) -> None:
+        """Forgets a prompt. Idempotent."""
+        self._prompts.pop(operation, None)
+
+    def plan(self) -> list[Chunk]:
+        """The next pass. Changes nothing; call :meth:`advance` with each chunk once it is computed."""
+        chunks: list[Chunk] = []
+        room = self._chunk_tokens
+        for prompt in self._prompts.values():
+            length = min(prompt.remain_len, room)
+            if length < prompt.remain_len:
+                length -= length % self._block_tokens
+            if length <= 0:
+                break
+            chunks.append(Chunk(prompt.operation, prompt.done, length, last=length == prompt.remain_len))
+            room -= length
+        return chunks
+
+    def advance(self, chunk: Chunk) -> None:
+        """``chunk`` is computed; a prompt that is complete leaves the queue."""
+        prompt = self._prompts.get(chunk.operation)
+        if prompt is None:
+            return
+        prompt.done += chunk.length
+        if prompt.remain_len == 0:
+            del self._prompts[chunk.operation]

@@ -1,0 +1,416 @@
+"""The hands of a prefill worker: jobs in, blocks fetched, chunks computed, layers pushed, handed over.
+
+Each job is one task that walks the steps in :meth:`PrefillShell._run`; one more task runs the engine over whatever
+the queue plans. Cancel, deadline and every failure end a job the same way: its task is cancelled or raises, and its
+``finally`` gives everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from services.prefill.core.queue import Chunk, PrefillQueue
+from services.prefill.pusher import Pusher
+from services.prefill.settings import Settings
+from shared.bus.bus import Delivery
+from shared.bus.subjects import CANCEL, JOB, PROGRESS, TOKENS
+from shared.engine.thread import Work
+from shared.errors import BusError, NoResponders, RequestTimeout
+from shared.ids import BlockKey, OperationId, WorkerId
+from shared.kv import unpack_keys, unpack_tokens
+from shared.messages import (
+    Accepted,
+    Cancel,
+    DecodeJob,
+    Handover,
+    JobFailed,
+    Load,
+    PrefillJob,
+    Progress,
+    Range,
+    Refused,
+    Stages,
+    StoredBlock,
+    TokenBatch,
+)
+from shared.store.agent import Part
+from shared.telemetry import metrics, tracing
+from shared.transfer import Slice
+from shared.transfer.types import TransferError
+from shared.worker.runtime import SEGMENT, Worker
+
+log = logging.getLogger(__name__)
+
+_HANDOVER_TIMEOUT_S = 10.0
+
+
+class _Failed(Exception):
+    """A job cannot go on; ``blame`` is who should not get it again."""
+
+    def __init__(self, code: str, message: str, blame: WorkerId | None = None) -> None:
+        self.code, self.message, self.blame = code, message, blame
+        super().__init__(message)
+
+
+@dataclass(eq=False)
+class _Job:
+    """One prompt on its way through this worker."""
+
+    message: PrefillJob
+    operation: OperationId
+    tokens: npt.NDArray[np.uint32]
+    keys: list[BlockKey]
+    arrived_s: float
+    """Unix seconds."""
+    #: slots of the pool, block by block, once all are allocated
+    slots: list[int] = field(default_factory=list)
+    pusher: Pusher | None = None
+    first_token: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    started_s: float = 0.0
+    """Unix seconds at which its first chunk began; 0 before it."""
+    context: Context = field(default_factory=otel_context.get_current)
+    task: asyncio.Task[None] | None = None
+
+
+class PrefillShell:
+    """Serves one worker's jobs while open."""
+
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self._worker, self._settings, self._agent = worker, settings, worker.agent
+        self._block_tokens, self._block_bytes = worker.spec.block_tokens, worker.spec.block_bytes
+        self._layer_bytes = worker.spec.layer_bytes
+        self._queue = PrefillQueue(chunk_tokens=settings.chunk_tokens, block_tokens=self._block_tokens)
+        #: {operation: its job}; all and only jobs whose task has not ended
+        self._jobs: dict[OperationId, _Job] = {}
+        #: jobs whose slots the engine is writing right now
+        self._computing: frozenset[OperationId] = frozenset()
+        self._work, self._step_over = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    def load(self) -> Load:
+        """What the heartbeat reports."""
+        statistics = self._agent.observe()
+        metrics.WORKER_QUEUED.set(len(self._jobs) - len(self._computing))
+        metrics.WORKER_RUNNING.set(len(self._computing))
+        return Load(
+            worker=self._worker.id, incarnation=self._worker.incarnation, role="prefill", kv_seq=self._agent.seq,
+            queued=len(self._jobs) - len(self._computing), queued_tokens=self._queue.remaining_tokens,
+            running=len(self._computing),
+            free_blocks=self._agent.pool.available, cached_blocks=statistics.cached, draining=self.draining,
+        )
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Takes jobs while the context is open; at its end whatever still runs is cancelled."""
+        bus = self._worker.bus
+        subscriptions = [
+            await bus.serve(JOB.at(worker=self._worker.id), self._on_job),
+            await bus.subscribe(CANCEL.at(), self._on_cancel),
+        ]
+        computing = asyncio.create_task(self._compute(), name="prefill-compute")
+        try:
+            yield
+        finally:
+            for subscription in subscriptions:
+                await subscription.close()
+            tasks = [job.task for job in self._jobs.values() if job.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            computing.cancel()
+            await asyncio.gather(computing, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Takes nothing new and waits until all jobs have ended; the caller bounds the wait."""
+        self.draining = True
+        await self._idle.wait()
+
+    # --- messages ----------------------------------------------------------------------------------------------
+
+    async def _on_job(self, delivery: Delivery) -> Accepted | Refused:
+        message: PrefillJob | DecodeJob | Handover = delivery.message
+        if isinstance(message, PrefillJob):
+            reply = self._accept(message)
+        else:
+            reply = Refused(request=message.request, attempt=message.attempt, code="unknown",
+                            message=f"{self._worker.id} is a prefill worker")
+        answer = reply.code if isinstance(reply, Refused) else "accepted"
+        metrics.WORKER_JOBS.labels(kind="prefill", answer=answer).inc()
+        return reply
+
+    def _accept(self, message: PrefillJob) -> Accepted | Refused:
+        operation = OperationId(f"{message.request}.{message.attempt}")
+        if operation in self._jobs:
+            return Accepted(request=message.request, attempt=message.attempt)
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return Refused(request=message.request, attempt=message.attempt, code=refusal[0], message=refusal[1])
+        job = _Job(message=message, operation=operation, tokens=unpack_tokens(message.tokens),
+                   keys=unpack_keys(message.keys), arrived_s=time.time())
+        self._jobs[operation] = job
+        self._idle.clear()
+        job.task = asyncio.create_task(self._supervise(job), name=f"prefill-{operation}")
+        return Accepted(request=message.request, attempt=message.attempt)
+
+    def _refusal(self, message: PrefillJob) -> tuple[Literal["spec", "draining", "capacity"], str] | None:
+        if message.spec != self._worker.spec.digest:
+            return "spec", f"{self._worker.id} serves another cache spec"
+        if self.draining:
+            return "draining", f"{self._worker.id} is stopping"
+        if len(self._jobs) >= self._settings.max_queued:
+            return "capacity", f"{self._worker.id} holds {len(self._jobs)} jobs, its limit"
+        if self._blocks_of(len(message.tokens) // 4) > self._worker.num_blocks:
+            return "capacity", f"the prompt needs more blocks than the {self._worker.num_blocks} of {self._worker.id}"
+        return None
+
+    async def _on_cancel(self, delivery: Delivery) -> None:
+        cancel: Cancel = delivery.message
+        for job in list(self._jobs.values()):
+            if job.message.request == cancel.request and cancel.attempt in (-1, job.message.attempt) and job.task:
+                job.task.cancel()
+
+    # --- a job's life ------------------------------------------------------------------------------------------
+
+    async def _supervise(self, job: _Job) -> None:
+        """Runs a job to its end and tells the gateway when it failed; never raises."""
+        message = job.message
+        try:
+            async with asyncio.timeout(message.deadline_s):
+                await self._run(job)
+        except asyncio.CancelledError:
+            log.info("action=job_cancelled request=%s attempt=%d", message.request, message.attempt)
+        except TimeoutError:
+            await self._fail(job, _Failed("deadline", f"not done within {message.deadline_s:.1f} s"))
+        except _Failed as error:
+            await self._fail(job, error)
+        except Exception as error:
+            log.exception("action=job_crashed request=%s", message.request)
+            await self._fail(job, _Failed("internal", f"{type(error).__name__} on {self._worker.id}"))
+        finally:
+            self._queue.remove(job.operation)
+            while job.operation in self._computing:  # the engine still writes into its slots
+                self._step_over.clear()
+                await self._step_over.wait()
+            self._agent.release(job.operation)
+            self._jobs.pop(job.operation, None)
+            if not self._jobs:
+                self._idle.set()
+
+    async def _run(self, job: _Job) -> None:
+        message, stages = job.message, Stages()
+        total = len(job.tokens)
+        reusable = min(len(job.keys), (total - 1) // self._block_tokens)
+        own = len(self._agent.pin(job.operation, job.keys[:reusable]))
+        stages = await self._fetch(job, own=own, reusable=reusable)
+        reused = stages.hit_tokens // self._block_tokens
+        shared_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
+        job.slots = shared_slots + await self._agent.wait_allocate(job.operation, self._blocks_of(total) - reused)
+        job.pusher = Pusher(self._worker.transfer, message.landing.endpoint, message.landing.grant,
+                            timeout_s=self._settings.push_timeout_s)
+        async with _stopped(asyncio.create_task(job.pusher.run(), name=f"push-{job.operation}")) as pushing:
+            job.pusher.add(self._whole_blocks(job, range(reused)))
+            self._queue.add(job.operation, total=total, done=stages.hit_tokens)
+            self._work.set()
+            either: set[asyncio.Future[Any]] = {job.first_token, pushing}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if pushing.done():
+                await self._pushed(job, pushing)
+            token = await job.first_token
+            computed_s = time.time()
+            job.pusher.finish()
+            await self._pushed(job, pushing)
+        pushed_s = time.time()
+        tracing.record("kv.push", start_s=job.pusher.started_s or pushed_s, end_s=pushed_s, attributes={
+            "moonbus.worker": message.decode, "moonbus.bytes": job.pusher.nbytes, "moonbus.pushes": job.pusher.pushes,
+            "moonbus.path": "+".join(sorted(job.pusher.paths))})
+        stages = msgspec.structs.replace(
+            stages, prefill_queue_s=max(0.0, job.started_s - job.arrived_s - stages.fetch_s),
+            prefill_s=computed_s - job.started_s, pushed_bytes=job.pusher.nbytes,
+            push_path="+".join(sorted(job.pusher.paths)), push_wait_s=pushed_s - computed_s)
+        metrics.WORKER_PROMPT_TOKENS.observe(total)
+        metrics.WORKER_QUEUE_SECONDS.observe(stages.prefill_queue_s)
+        metrics.WORKER_COMPUTED_TOKENS.inc(total - stages.hit_tokens)
+        metrics.WORKER_REUSED_TOKENS.labels(origin="local").inc(stages.local_hit_tokens)
+        metrics.WORKER_REUSED_TOKENS.labels(origin="fetched").inc(stages.hit_tokens - stages.local_hit_tokens)
+        await self._worker.bus.publish(PROGRESS.at(), Progress(
+            request=message.request, attempt=message.attempt, worker=self._worker.id, stage="prefilled",
+            num_tokens=total, hit_tokens=stages.hit_tokens, stages=stages))
+        await self._hand_over(job, token, stages)
+
+    async def _fetch(self, job: _Job, *, own: int, reusable: int) -> Stages:
+        """Lets the owners of the reuse plan push what we lack; how far the verified prefix reaches, and its cost."""
+        parts: list[Part] = []
+        reached = own
+        for source in sorted(job.message.sources, key=lambda source: source.first_block):
+            # Owners hold whole prefixes: one that was to follow blocks we have lost since is asked for those too.
+            end = min(source.first_block + source.num_blocks, reusable)
+            if end > reached and source.owner != self._worker.id:
+                blocks = [self._block(job, index, source=source.owner) for index in range(reached, end)]
+                parts.append(Part(source.owner, blocks))
+                reached = end
+        if not parts:
+            return Stages(local_hit_tokens=own * self._block_tokens, hit_tokens=own * self._block_tokens)
+        began_s = time.time()
+        fetched = await self._agent.fetch(job.operation, job.message.request, parts,
+                                          timeout_s=min(self._settings.fetch_timeout_s, job.message.deadline_s))
+        for part, result in zip(parts, fetched, strict=True):
+            tracing.record("kv.fetch", start_s=began_s, end_s=began_s + result.seconds, attributes={
+                "moonbus.owner": result.owner, "moonbus.blocks": result.blocks, "moonbus.asked": len(part.blocks),
+                "moonbus.bytes": result.nbytes, "moonbus.path": result.path, "moonbus.why": result.why})
+            if result.why:
+                metrics.WORKER_RECOMPUTED_BLOCKS.labels(why=result.why).inc(len(part.blocks) - result.blocks)
+                log.warning("action=fetch_short request=%s owner=%s asked=%d got=%d why=%s", job.message.request,
+                            result.owner, len(part.blocks), result.blocks, result.why)
+        came = sum(result.blocks for result in fetched)
+        return Stages(
+            fetch_s=time.time() - began_s, fetched_blocks=came, fetched_bytes=sum(result.nbytes for result in fetched),
+            fetch_path="+".join(sorted({result.path for result in fetched if result.blocks})),
+            fetch_failed_blocks=reached - own - came,
+            local_hit_tokens=own * self._block_tokens, hit_tokens=(own + came) * self._block_tokens)
+
+    async def _pushed(self, job: _Job, pushing: asyncio.Task[None]) -> None:
+        """Waits for the pushes; what the decode worker would not take is its blame unless it is ours."""
+        try:
+            await pushing
+        except TransferError as error:
+            message = f"KV did not reach {job.message.decode}: {error}"
+            raise _Failed(f"transfer_{error.code}", message, blame=job.message.decode) from error
+
+    async def _hand_over(self, job: _Job, token: int, stages: Stages) -> None:
+        message = job.message
+        handover = Handover(request=message.request, attempt=message.attempt, worker=self._worker.id,
+                            first_token=token, stages=stages)
+        try:
+            reply = await self._worker.bus.request(
+                JOB.at(worker=message.decode), handover, timeout_s=_HANDOVER_TIMEOUT_S)
+        except (NoResponders, RequestTimeout) as error:
+            what = f"{message.decode} did not take the handover: {error}"
+            raise _Failed("decode_gone", what, blame=message.decode) from error
+        if isinstance(reply, Refused):
+            metrics.WORKER_WASTED_PREFILL_TOKENS.labels(why=reply.code).inc(len(job.tokens) - stages.hit_tokens)
+            raise _Failed(reply.code, reply.message, blame=message.decode)
+
+    async def _fail(self, job: _Job, error: _Failed) -> None:
+        message = job.message
+        metrics.WORKER_FAILURES.labels(code=error.code).inc()
+        log.warning("action=job_failed request=%s attempt=%d code=%s error=%s", message.request, message.attempt,
+                    error.code, error.message)
+        failed = JobFailed(request=message.request, attempt=message.attempt, worker=error.blame or self._worker.id,
+                           code=error.code, message=error.message)
+        try:
+            await self._worker.bus.publish(TOKENS.at(gateway=message.gateway), TokenBatch(items=[failed]))
+        except BusError as lost:
+            log.warning("action=failure_lost request=%s error=%s", message.request, lost)
+
+    # --- the engine --------------------------------------------------------------------------------------------
+
+    async def _compute(self) -> None:
+        """Runs the engine over whatever the queue plans, until cancelled."""
+        while True:
+            chunks = self._queue.plan()
+            if not chunks:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            jobs = [self._jobs[chunk.operation] for chunk in chunks]
+            self._computing = frozenset(chunk.operation for chunk in chunks)
+            try:
+                await self._step(chunks, jobs)
+            except Exception as error:  # one bad step must not end the worker; its jobs are placed elsewhere
+                log.exception("action=step_failed jobs=%d", len(jobs))
+                for job in jobs:
+                    self._queue.remove(job.operation)
+                    if not job.first_token.done():
+                        job.first_token.set_exception(
+                            _Failed("engine", f"a forward pass failed on {self._worker.id}: {type(error).__name__}"))
+            finally:
+                self._computing = frozenset()
+                self._step_over.set()
+
+    async def _step(self, chunks: list[Chunk], jobs: list[_Job]) -> None:
+        loop = asyncio.get_running_loop()
+        start_s = time.time()
+        for job in jobs:
+            if not job.started_s:
+                job.started_s = start_s
+                tracing.record("prefill.queue", start_s=job.arrived_s, end_s=start_s, parent=job.context)
+        works = [
+            Work(job.tokens[chunk.start:chunk.start + chunk.length], chunk.start,
+                 job.slots[:self._blocks_of(chunk.start + chunk.length)],
+                 sampling=job.message.sampling if chunk.last else None)
+            for chunk, job in zip(chunks, jobs, strict=True)
+        ]
+
+        def on_layer(layer: int) -> None:
+            loop.call_soon_threadsafe(self._layer_ready, chunks, jobs, layer)
+
+        tokens = await self._worker.engine.step(works, on_layer)
+        end_s = time.time()
+        metrics.WORKER_STEP_SECONDS.labels(kind="prefill").observe(end_s - start_s)
+        metrics.WORKER_BATCH_REQUESTS.labels(kind="prefill").observe(len(chunks))
+        for chunk, job, token in zip(chunks, jobs, tokens, strict=True):
+            tracing.record("prefill.chunk", start_s=start_s, end_s=end_s, parent=job.context, attributes={
+                "moonbus.start": chunk.start, "moonbus.tokens": chunk.length, "moonbus.batch": len(chunks)})
+            self._queue.advance(chunk)
+            if job.operation not in self._jobs or job.first_token.done():
+                continue
+            for index in range(chunk.start // self._block_tokens, (chunk.start + chunk.length) // self._block_tokens):
+                self._agent.seal(job.operation, job.slots[index], self._block(job, index))
+            if token is not None:
+                job.first_token.set_result(token)
+
+    def _layer_ready(self, chunks: list[Chunk], jobs: list[_Job], layer: int) -> None:
+        """The KV of ``layer`` is in the pool for these chunks: it leaves while the next layer computes."""
+        for chunk, job in zip(chunks, jobs, strict=True):
+            blocks = range(chunk.start // self._block_tokens, self._blocks_of(chunk.start + chunk.length))
+            offset = layer * self._layer_bytes
+            slices = [self._slice(job, index, place, offset, self._layer_bytes)
+                      for index, place in self._landing(job, blocks)]
+            if job.pusher is not None and slices:
+                job.pusher.add(slices)
+
+    def _whole_blocks(self, job: _Job, blocks: range) -> list[Slice]:
+        return [self._slice(job, index, place, 0, self._block_bytes) for index, place in self._landing(job, blocks)]
+
+    def _landing(self, job: _Job, blocks: range) -> list[tuple[int, Range]]:
+        """Those of ``blocks`` that the decode worker lacks, with where they shall go."""
+        landing = job.message.landing
+        return [(index, landing.slots[index - landing.first_block]) for index in blocks if index >= landing.first_block]
+
+    def _slice(self, job: _Job, index: int, place: Range, offset: int, length: int) -> Slice:
+        remote = Range(segment=place.segment, offset=place.offset + offset, length=length)
+        return Slice(SEGMENT, job.slots[index] * self._block_bytes + offset, remote)
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    def _block(self, job: _Job, index: int, source: WorkerId | None = None) -> StoredBlock:
+        """Full block ``index`` of the prompt, as indexes and the catalog shall know it."""
+        return StoredBlock(
+            key=job.keys[index], parent=job.keys[index - 1] if index else job.message.root, depth=index,
+            nbytes=self._block_bytes, tokens=self._block_tokens, origin="received" if source else "computed",
+            source=source or WorkerId(""), request=job.message.request, tenant=job.message.tenant)
+
+
+@asynccontextmanager
+async def _stopped(task: asyncio.Task[None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Yields ``task`` and sees to it that it has ended afterwards."""
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

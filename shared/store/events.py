@@ -1,0 +1,86 @@
+"""The numbered log of what a worker stored and evicted, and answers to "what did I miss?".
+
+Pure. The log hands out numbers when something happens, not when it is sent: if the bus loses a batch, its number is
+missing for everybody, and whoever notices asks. The last ``kept`` batches are at hand; older questions get the whole
+state, cut into pages that are all of one moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId, fresh
+from shared.kv import Tier, pack_keys
+from shared.messages import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
+
+PAGE_BLOCKS = 8_192
+"""Blocks of a snapshot page: about 1.5 MB on the wire, well under the bus's limit."""
+
+_EVENTS_PER_REPLY = 2_000
+_SNAPSHOT_KEPT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    taken_s: float
+    seq: int
+    blocks: Sequence[StoredBlock]
+
+
+class EventLog:
+    """One per (worker, incarnation). ``state`` returns what is stored now; times are monotonic seconds."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, spec: SpecDigest,
+                 state: Callable[[], Iterable[StoredBlock]], *, kept: int = 4_096) -> None:
+        self._worker, self._incarnation, self._spec, self._state = worker, incarnation, spec, state
+        self._kept: deque[KvEvent] = deque(maxlen=kept)
+        self._snapshots: dict[str, _Snapshot] = {}
+        self.seq = 0
+        """Number of the last batch."""
+
+    def stored(self, blocks: Sequence[StoredBlock], *, at_s: float) -> Stored:
+        """Numbers a batch of newly stored blocks; ``at_s`` is Unix seconds."""
+        self.seq += 1
+        event = Stored(worker=self._worker, incarnation=self._incarnation, seq=self.seq, spec=self._spec, at_s=at_s,
+                       blocks=list(blocks))
+        self._kept.append(event)
+        return event
+
+    def evicted(self, keys: Sequence[BlockKey], *, at_s: float, reason: str, tier: Tier = Tier.DRAM) -> Evicted:
+        """Numbers a batch of evicted keys."""
+        self.seq += 1
+        event = Evicted(worker=self._worker, incarnation=self._incarnation, seq=self.seq, at_s=at_s,
+                        keys=pack_keys(keys), tier=tier, reason=reason)
+        self._kept.append(event)
+        return event
+
+    def since(self, asked: Since, *, now: float) -> SyncReply:
+        """Everything after ``asked.seq`` when it is at hand, else a page of the whole state."""
+        if not asked.snapshot and asked.incarnation == self._incarnation and self._covers(asked.seq):
+            missing = [event for event in self._kept if event.seq > asked.seq]
+            if len(missing) <= _EVENTS_PER_REPLY:
+                return SyncEvents(worker=self._worker, incarnation=self._incarnation, events=missing)
+        return self._page(asked, now=now)
+
+    def _covers(self, seq: int) -> bool:
+        return seq == self.seq or (bool(self._kept) and self._kept[0].seq <= seq + 1 <= self.seq)
+
+    def _page(self, asked: Since, *, now: float) -> SnapshotPage:
+        for name in [n for n, taken in self._snapshots.items() if now - taken.taken_s > _SNAPSHOT_KEPT_S]:
+            del self._snapshots[name]
+        name, page = asked.snapshot, asked.page
+        snapshot = self._snapshots.get(name)
+        if snapshot is None:  # a new reader, or one that was away for too long: start over
+            name, page = fresh("snapshot"), 0
+            snapshot = _Snapshot(now, self.seq, sorted(self._state(), key=lambda block: block.depth))
+            self._snapshots[name] = snapshot
+        pages = max(1, -(-len(snapshot.blocks) // PAGE_BLOCKS))
+        page = min(page, pages - 1)
+        if page == pages - 1:
+            self._snapshots.pop(name)
+        return SnapshotPage(
+            worker=self._worker, incarnation=self._incarnation, seq=snapshot.seq, spec=self._spec, snapshot=name,
+            page=page, pages=pages, blocks=list(snapshot.blocks[page * PAGE_BLOCKS:(page + 1) * PAGE_BLOCKS]),
+        )

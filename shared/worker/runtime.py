@@ -1,0 +1,111 @@
+"""Opens everything a worker needs, in order, and closes it in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shared.bus.bus import Bus
+from shared.bus.nats import NatsBus
+from shared.clock import Clock, SystemClock
+from shared.engine.thread import EngineThread
+from shared.errors import SettingError
+from shared.ids import Incarnation, WorkerId, fresh
+from shared.kv import CacheSpec
+from shared.lifecycle import Lifecycle
+from shared.messages import Hello, Load, Role
+from shared.models import ModelDir, cache_spec, resolve
+from shared.store.agent import StoreAgent
+from shared.store.blocks import BlockPool
+from shared.transfer import TransferEngine, TransferSettings
+from shared.units import format_bytes
+from shared.worker.presence import Presence
+from shared.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+SEGMENT = "kv"
+_FEWEST_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An opened worker: everything its service works with."""
+
+    id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    settings: WorkerSettings
+    model: ModelDir
+    spec: CacheSpec
+    num_blocks: int
+    clock: Clock
+    bus: Bus
+    transfer: TransferEngine
+    agent: StoreAgent
+    engine: EngineThread
+
+    def hello(self, *, max_running: int) -> Hello:
+        """How the worker introduces itself."""
+        return Hello(
+            worker=self.id, incarnation=self.incarnation, role=self.role, spec=self.spec,
+            endpoint=self.transfer.endpoint, capacity_blocks=self.num_blocks, max_running=max_running,
+            started_at_s=self.clock.wall(), device=self.settings.device, profile=self.engine.profile, pid=os.getpid(),
+        )
+
+    def presence(self, load: Callable[[], Load], *, max_running: int) -> Presence:
+        """Its presence on the bus; open it when the service listens."""
+        return Presence(self.bus, self.settings, self.hello(max_running=max_running), load)
+
+
+@asynccontextmanager
+async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Worker]:
+    """The worker's parts, from the model on disk to the store agent on the bus."""
+    worker = WorkerId(settings.worker_id or fresh(role, 4))
+    if settings.chunk_tokens % settings.block_tokens:
+        raise SettingError("chunk_tokens", settings.chunk_tokens, f"a multiple of block_tokens ({settings.block_tokens})")
+    incarnation = Incarnation(fresh())
+    model = await asyncio.to_thread(resolve, settings.model, settings.cache_path())
+    spec = cache_spec(model, dtype=settings.dtype, block_tokens=settings.block_tokens)
+    num_blocks = settings.pool_bytes // spec.block_bytes
+    if num_blocks < _FEWEST_BLOCKS:
+        raise SettingError("pool_bytes", format_bytes(settings.pool_bytes),
+                           f"room for at least {_FEWEST_BLOCKS} blocks of {format_bytes(spec.block_bytes)}")
+    clock = SystemClock()
+    transfer_settings = TransferSettings(
+        bind_host=settings.transfer_host, advertise_host=settings.transfer_advertise, paths=settings.transfer_paths,
+        socket_dir=settings.transfer_socket_dir, corrupt_every=settings.transfer_corrupt_every, host_id=settings.host_id,
+    )
+    async with (
+        NatsBus.connect(settings.nats_url, name=worker, credentials=settings.nats_credentials) as bus,
+        TransferEngine.open(worker=worker, incarnation=incarnation, host=settings.host, settings=transfer_settings) as transfer,
+    ):
+        segment = transfer.register(SEGMENT, num_blocks * spec.block_bytes)
+        began_s = time.monotonic()
+        async with EngineThread.open(model, spec, num_blocks, segment.buffer, device=settings.device,
+                                     threads=settings.threads) as engine:
+            log.info("action=engine_loaded model=%s blocks=%d seconds=%.2f", model.name, num_blocks, time.monotonic() - began_s)
+            pool = BlockPool(num_blocks)
+            agent = StoreAgent(worker=worker, incarnation=incarnation, spec=spec, pool=pool, transfer=transfer,
+                               segment=SEGMENT, bus=bus, clock=clock)
+            async with agent.open():
+                yield Worker(id=worker, incarnation=incarnation, role=role, settings=settings, model=model, spec=spec,
+                             num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine)
+
+
+async def until_stopped(lifecycle: Lifecycle, presence: Presence) -> None:
+    """Waits until the process is told to stop; raises when a conductor refuses the worker."""
+    stopping = asyncio.create_task(lifecycle.stopping.wait(), name="until-stopped")
+    try:
+        either: set[asyncio.Future[Any]] = {stopping, presence.refused}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if presence.refused.done():
+            presence.refused.result()
+    finally:
+        stopping.cancel()

@@ -1,0 +1,171 @@
+"""The continuous batch: who runs, who waits, and that a preempted answer is the same answer."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from services.decode.core.batch import DecodeBatch, Outcome, Running
+from shared.ids import BlockKey, OperationId, RequestId, WorkerId
+from shared.kv import block_keys
+from shared.messages import Sampling
+from shared.store.blocks import BlockPool
+
+BLOCK = 4
+ROOT = BlockKey(b"\0" * 32)
+
+
+def next_token(tokens: list[int]) -> int:
+    """Stands for the model: a function of the whole context, so a wrong context shows."""
+    return sum((place + 3) * token for place, token in enumerate(tokens)) * 31 % 97 + 1
+
+
+def answer_of(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt):]
+
+
+def make(pool: BlockPool, *, max_running: int = 4, max_context: int = 1000) -> DecodeBatch:
+    return DecodeBatch(pool, block_tokens=BLOCK, block_bytes=1, max_running=max_running, chunk_tokens=8,
+                       max_context=max_context)
+
+
+def arrive(batch: DecodeBatch, pool: BlockPool, name: str, prompt: list[int], sampling: Sampling) -> Outcome | None:
+    """A handover as the shell does it; ``None`` when the pool has no room for the prompt."""
+    operation = OperationId(name)
+    allocation = pool.allocate(operation, -(-len(prompt) // BLOCK), now=0)
+    if allocation is None:
+        return None
+    running = Running(operation=operation, request=RequestId(name), tenant="t", root=ROOT, tokens=list(prompt),
+                      prompt_len=len(prompt), sampling=sampling, keys=block_keys(ROOT, prompt, BLOCK),
+                      slots=allocation.slots, computed_len=len(prompt))
+    batch.seal(running, now=0, source=WorkerId("p"))
+    return batch.start(running, next_token(prompt))
+
+
+def step(batch: DecodeBatch, pool: BlockPool, now: float) -> list[Outcome]:
+    """One step with the stand-in model; ends what is over."""
+    plan = batch.plan(now=now)
+    outcomes = list(plan.ended)
+    for row in plan.rows:
+        assert len(row.running.slots) * BLOCK >= row.start + row.length
+        token = next_token(row.running.tokens) if row.samples else None
+        outcomes.append(batch.apply(row, token, now=now)[0])
+    for outcome in outcomes:
+        if outcome.finish:
+            pool.release(outcome.running.operation)
+    pool.check_invariants()
+    return outcomes
+
+
+def test_an_answer_ends_at_its_length_and_its_blocks_stay() -> None:
+    pool = BlockPool(8)
+    batch = make(pool)
+    prompt = [1, 2, 3, 4, 5]
+    first = arrive(batch, pool, "a", prompt, Sampling(max_tokens=8))
+    assert first is not None and first.token == next_token(prompt) and not first.finish
+    tokens = [first.token]
+    while len(batch):
+        tokens += [outcome.token for outcome in step(batch, pool, 1) if outcome.token is not None]
+    assert tokens == answer_of(prompt, 8)
+    whole = prompt + tokens
+    assert pool.match(block_keys(ROOT, whole, BLOCK)) == 3  # the last token's own KV was never computed
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
+    pool = BlockPool(8)
+    batch = make(pool)
+    expected = answer_of([7], 5)
+    first = arrive(batch, pool, "a", [7], Sampling(max_tokens=50, stop_token_ids=[expected[3]]))
+    assert first is not None
+    tokens, finish = [first.token], ""
+    while len(batch):
+        for outcome in step(batch, pool, 1):
+            finish = outcome.finish or finish
+            tokens += [outcome.token] if outcome.token is not None else []
+    assert (tokens, finish) == (expected[:3], "stop")
+
+
+def test_one_token_wanted_means_no_step_at_all() -> None:
+    pool = BlockPool(8)
+    batch = make(pool)
+    outcome = arrive(batch, pool, "a", [1, 2], Sampling(max_tokens=1))
+    assert outcome is not None and outcome.finish == "length" and len(batch) == 0
+
+
+def test_alone_in_a_full_pool_an_answer_ends_with_length() -> None:
+    pool = BlockPool(2)
+    batch = make(pool)
+    arrive(batch, pool, "a", [1, 2, 3, 4], Sampling(max_tokens=100))
+    finishes = []
+    while len(batch):
+        finishes += [outcome.finish for outcome in step(batch, pool, 1) if outcome.finish]
+    assert finishes == ["length"]
+    assert pool.statistics().private == 0
+
+
+def test_the_youngest_is_preempted_and_comes_back() -> None:
+    pool = BlockPool(5)
+    batch = make(pool)
+    answers: dict[str, list[int]] = {}
+    for name in ("old", "young"):
+        outcome = arrive(batch, pool, name, [len(name)] * 7, Sampling(max_tokens=9))
+        assert outcome is not None and outcome.token is not None
+        answers[name] = [outcome.token]
+    order = []
+    while len(batch):
+        for outcome in step(batch, pool, 1):
+            if outcome.token is not None:
+                answers[outcome.running.operation].append(outcome.token)
+            if outcome.finish:
+                order.append(outcome.running.operation)
+    assert batch.preemptions >= 1
+    assert order == ["old", "young"]
+    assert answers == {name: answer_of([len(name)] * 7, 9) for name in ("old", "young")}
+
+
+@settings(max_examples=100, deadline=None, phases=[Phase.generate])
+@given(st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=14), st.integers(1, 14)),
+                min_size=1, max_size=7), st.integers(8, 14), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_whatever_is_preempted_or_cancelled_the_others_answers_are_right(
+        requests: list[tuple[list[int], int]], blocks: int, seats: int, chance: random.Random) -> None:
+    pool = BlockPool(blocks)
+    batch = make(pool, max_running=seats)
+    waiting = [(str(i), prompt, count) for i, (prompt, count) in enumerate(requests)]
+    answers: dict[str, list[int]] = {}
+    finishes: dict[str, str] = {}
+    cancelled: set[str] = set()
+    for _ in range(400):
+        if waiting and chance.random() < 0.5:
+            name, prompt, count = waiting[0]
+            outcome = arrive(batch, pool, name, prompt, Sampling(max_tokens=count))
+            if outcome is not None:
+                waiting.pop(0)
+                answers[name] = [outcome.token] if outcome.token is not None else []
+                if outcome.finish:
+                    finishes[name] = outcome.finish
+                    pool.release(OperationId(name))
+        if len(batch) and chance.random() < 0.1:
+            victim = chance.choice(sorted(set(answers) - set(finishes) - cancelled))
+            assert batch.remove(OperationId(victim)) is not None
+            pool.release(OperationId(victim))
+            cancelled.add(victim)
+        for outcome in step(batch, pool, 1):
+            if outcome.token is not None:
+                answers[outcome.running.operation].append(outcome.token)
+            if outcome.finish:
+                finishes[outcome.running.operation] = outcome.finish
+        if not waiting and not len(batch):
+            break
+    assert set(finishes) | cancelled == {str(i) for i in range(len(requests))}, "somebody never ended"
+    for i, (prompt, count) in enumerate(requests):
+        expected = answer_of(prompt, count)
+        got = answers[str(i)]
+        assert got == expected[:len(got)]
+        if str(i) not in cancelled and len(got) < count:
+            assert finishes[str(i)] == "length" and -(-(len(prompt) + len(got) + 1) // BLOCK) > blocks - seats
+    assert pool.statistics().private == 0
