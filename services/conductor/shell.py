@@ -129,7 +129,7 @@ class ConductorShell:
             await asyncio.sleep(_EXPORT_EVERY_S)
 
 
-def _asked(ask: PlaceRequest, conductor: str) -> dict[str, str | int]:
+def _asked(ask: PlaceRequest, conductor: str) -> dict[str, str | int | float]:
     return {"moonbus.request": ask.request, "moonbus.attempt": ask.attempt, "moonbus.conductor": conductor,
             "moonbus.prompt_tokens": ask.num_tokens, "moonbus.excluded": ",".join(ask.exclude)}
 
@@ -169,10 +169,10 @@ class _Export:
     """Gauges of the machine's state; series of workers that are gone are removed."""
 
     def __init__(self) -> None:
-        self._blocks: set[str] = set()
+        self._blocks: set[WorkerId] = set()
         self._workers: set[tuple[str, str]] = set()
-        self._errors: set[tuple[str, str]] = set()
-        self._syncs: dict[tuple[str, str], int] = {}
+        self._errors: set[tuple[WorkerId, str]] = set()
+        self._syncs: dict[tuple[WorkerId, str], int] = {}
         self._dropped_blocks = self._stale = self._mismatched = 0
 
     def update(self, now: Statistics) -> None:

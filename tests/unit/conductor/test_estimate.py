@@ -1,0 +1,88 @@
+"""Costs: start from the profile, follow what is seen, are not fooled."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from services.conductor.core.estimate import Costs, Fit
+from shared.messages import Profile
+
+PROFILE = Profile(prefill_fixed_s=0.02, prefill_per_token_s=1e-3, prefill_per_token2_s=1e-8)
+
+
+def truth(num_tokens: int, hit_tokens: int, *, slower: float = 1.0) -> float:
+    return slower * (0.02 + 1e-3 * (num_tokens - hit_tokens) + 1e-8 * (num_tokens**2 - hit_tokens**2))
+
+
+def test_before_any_observation_the_profile_counts() -> None:
+    assert Costs(PROFILE).prefill_s(num_tokens=1000, hit_tokens=400) == pytest.approx(truth(1000, 400))
+    assert Costs(PROFILE).errors() == {}
+
+
+def test_a_worker_that_turns_twice_as_slow_is_recognised_within_20_requests() -> None:
+    rng, costs = random.Random(1), Costs(PROFILE)
+    for slower in (1.0, 2.0):
+        for _ in range(20):
+            tokens = rng.randint(100, 8000)
+            costs.observe_prefill(truth(tokens, 0, slower=slower) * rng.uniform(0.95, 1.05), num_tokens=tokens, hit_tokens=0)
+    for tokens in (200, 2000, 8000):
+        assert costs.prefill_s(num_tokens=tokens, hit_tokens=0) == pytest.approx(truth(tokens, 0, slower=2.0), rel=0.1)
+    assert costs.errors()["prefill"] < 0.15
+
+
+def test_a_wrong_profile_is_learnt_from_random_prompts() -> None:
+    rng, costs = random.Random(2), Costs(Profile())
+    for _ in range(60):
+        tokens = rng.randint(500, 100_000)
+        hit = rng.randrange(0, tokens, 64)
+        costs.observe_prefill(1.133e-4 * (tokens - hit) + 7.37e-10 * (tokens**2 - hit**2) + 0.005, num_tokens=tokens,
+                              hit_tokens=hit)
+    for tokens, hit in ((2000, 0), (30_000, 10_000), (90_000, 0)):
+        expected = 1.133e-4 * (tokens - hit) + 7.37e-10 * (tokens**2 - hit**2) + 0.005
+        assert costs.prefill_s(num_tokens=tokens, hit_tokens=hit) == pytest.approx(expected, rel=0.15)
+
+
+def test_single_outliers_do_not_move_the_estimate() -> None:
+    rng, costs = random.Random(3), Costs(PROFILE)
+    for i in range(30):
+        tokens = rng.randint(100, 8000)
+        factor = {7: 50.0, 19: 0.01, 28: 30.0}.get(i, 1.0)
+        costs.observe_prefill(truth(tokens, 0) * factor, num_tokens=tokens, hit_tokens=0)
+    assert costs.prefill_s(num_tokens=3000, hit_tokens=0) == pytest.approx(truth(3000, 0), rel=0.15)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 0.0])
+def test_impossible_observations_are_refused(seconds: float) -> None:
+    costs = Costs(PROFILE)
+    assert not costs.observe_prefill(seconds, num_tokens=100, hit_tokens=0)
+    assert not costs.observe_prefill(1.0, num_tokens=100, hit_tokens=100)
+    assert not costs.observe_prefill(1.0, num_tokens=100, hit_tokens=-1)
+    assert not costs.observe_step(1.0, batch=0, context_tokens=5)
+    assert not costs.observe_transfer(1.0, 0, same_host=True)
+    assert costs.prefill_s(num_tokens=1000, hit_tokens=0) == pytest.approx(truth(1000, 0))
+
+
+def test_impossible_profiles_give_finite_estimates() -> None:
+    costs = Costs(Profile(prefill_fixed_s=math.nan, prefill_per_token_s=math.inf, decode_fixed_s=-5.0, transfer_bytes_per_s=0.0))
+    assert 0 <= costs.prefill_s(num_tokens=1000, hit_tokens=0) < math.inf
+    assert 0 <= costs.step_s(batch=1, context_tokens=0) < math.inf
+    assert 0 <= costs.transfer_s(1000, same_host=True) < math.inf
+
+
+def test_links_of_one_host_and_of_the_network_are_learnt_apart() -> None:
+    costs = Costs(PROFILE)
+    for nbytes in (10**6, 3 * 10**6, 10**7, 5 * 10**6) * 5:
+        costs.observe_transfer(0.001 + nbytes / 5e9, nbytes, same_host=True)
+        costs.observe_transfer(0.02 + nbytes / 1e8, nbytes, same_host=False)
+    assert costs.transfer_s(4 * 10**6, same_host=True) == pytest.approx(0.001 + 4e6 / 5e9, rel=0.15)
+    assert costs.transfer_s(4 * 10**6, same_host=False) == pytest.approx(0.02 + 4e6 / 1e8, rel=0.15)
+
+
+def test_predictions_never_turn_negative() -> None:
+    rng, fit = random.Random(4), Fit((0.1, 1e-3))
+    for _ in range(100):
+        fit.observe(rng.uniform(0.001, 10.0), 1.0, rng.uniform(0, 1000))
+        assert fit.seconds(1.0, rng.uniform(0, 1e6)) > 0
