@@ -66,7 +66,7 @@ class Database:
             raise self._unavailable(error) from error
 
     def _unavailable(self, cause: BaseException) -> Unavailable:
-        return Unavailable(f"cannot use Postgres at {self.name} ({self._who}): {_one_line(cause)}; "
+        return Unavailable(f"cannot reach or use Postgres at {self.name} ({self._who}): {_one_line(cause)}; "
                            "start it or set MOONBUS_POSTGRES_URL")
 
 

@@ -1,0 +1,3 @@
+from services.store_manager.app import main
+
+raise SystemExit(main({}))

@@ -1,0 +1,1 @@
+"""What the store-manager decides; pure."""
