@@ -28,12 +28,13 @@ class Segment:
             os.ftruncate(self.fd, nbytes)
             # A peer that maps the file must not be able to shrink it under us (SIGBUS).
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._map = mmap.mmap(self.fd, nbytes)
+            mapped = mmap.mmap(self.fd, nbytes)
         except BaseException:
             os.close(self.fd)
             raise
-        self.buffer = memoryview(self._map)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        # Only views hold the mapping: it goes with the last of them, whoever has it.
+        self.buffer = memoryview(mapped)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
 
     def close(self) -> None:
         """Closes the descriptor and drops our views. Idempotent."""
@@ -52,12 +53,10 @@ class MappedSegment:
             nbytes = os.fstat(fd).st_size
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError(f"segment of {nbytes} bytes could shrink under us")
-            self._map = mmap.mmap(fd, nbytes)
+            self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
         finally:
             os.close(fd)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:
-        """Unmaps it."""
+        """Drops our view, and with it the mapping."""
         self.array = np.empty(0, dtype=np.uint8)
-        self._map.close()

@@ -1,0 +1,613 @@
+"""One body over every path: copy, shm, tcp. Two engines in this process; the path is forced by settings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.clock import Clock, ManualClock
+from shared.errors import Bug, SettingError
+from shared.ids import HostId, Incarnation, OperationId, WorkerId
+from shared.messages import Endpoint, Grant, Range
+from shared.transfer import (
+    ChecksumMismatch,
+    GrantRefused,
+    PathFailed,
+    PeerGone,
+    Slice,
+    TransferEngine,
+    TransferSettings,
+    TransferTimeout,
+    frames,
+    host_id,
+)
+from shared.transfer.addresses import join_address, split_address
+from shared.transfer.wire import Closed, Connection
+from tests.support.eventually import eventually
+
+NBYTES = 1 << 20
+OP = OperationId("op")
+PATHS = ["copy", "shm", "tcp"]
+STREAMS = ["shm", "tcp"]
+
+
+@dataclass
+class Pair:
+    """A sender and a receiver with a segment ``kv`` each; the sender's is filled with noise."""
+
+    sender: TransferEngine
+    receiver: TransferEngine
+    source: memoryview
+    target: memoryview
+
+    async def push(self, grant: Grant, *slices: tuple[int, int, int], timeout_s: float = 10.0) -> Any:
+        """``slices``: (local offset, remote offset, length)."""
+        return await self.sender.push(
+            self.receiver.endpoint, [Slice("kv", local, of(remote, length)) for local, remote, length in slices],
+            grant, timeout_s=timeout_s)
+
+    def grant(self, *ranges: tuple[int, int], ttl_s: float = 60.0) -> Grant:
+        """``ranges``: (offset, length)."""
+        return self.receiver.grant(OP, [of(offset, length) for offset, length in ranges], ttl_s=ttl_s)
+
+    def covered(self, offset: int, length: int) -> bool:
+        return self.receiver.covered(OP, of(offset, length))
+
+
+def of(offset: int, length: int) -> Range:
+    return Range(segment="kv", offset=offset, length=length)
+
+
+@asynccontextmanager
+async def opened(path: str, *, nbytes: int = NBYTES, clock: Clock | None = None, **sender_settings: Any) -> AsyncIterator[Pair]:
+    """Two engines that can only use ``path``."""
+    only = TransferSettings(paths=(path,), **sender_settings)
+    receiving = TransferSettings(paths=(path,))
+    async with (
+        TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=only) as sender,
+        TransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b1"), settings=receiving,
+                            clock=clock) as receiver,
+    ):
+        source, target = sender.register("kv", nbytes).buffer, receiver.register("kv", nbytes).buffer
+        source[:] = np.random.default_rng(7).integers(1, 256, nbytes, dtype=np.uint8).data
+        yield Pair(sender, receiver, source, target)
+
+
+class RawSender:
+    """Speaks the protocol by hand, so that a test can stop in the middle of it."""
+
+    def __init__(self, pair: Pair, path: str) -> None:
+        self.endpoint = pair.receiver.endpoint
+        self.path = path
+        self.connection = Connection(dial(self.endpoint, path), takes_descriptors=path == "shm")
+        self.connection.set_timeout(5.0)
+        self.connection.send(frames.Hello("raw", self.endpoint.worker, self.endpoint.incarnation))
+        assert isinstance(self.read(), frames.Welcome)
+
+    def begin(self, grant: Grant, length: int, *, timeout_ms: int = 60_000) -> None:
+        """Becomes a writer of ``[0, length)`` and stalls: nothing is written, or half of the payload."""
+        claim = (1, grant.operation, grant.incarnation, grant.token, timeout_ms, [frames.Span("kv", 0, length)])
+        if self.path == "shm":
+            self.connection.send(frames.Begin(*claim, unmapped=[]))
+            assert isinstance(self.read(), frames.Go)
+        else:
+            half = np.full(length // 2, 9, dtype=np.uint8)
+            self.connection.send(frames.Write(*claim, checksums=[0]), [half])
+
+    def read(self) -> frames.Body:
+        kind, length, _ = self.connection.receive_header()
+        return self.connection.receive_body(kind, length)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def dial(endpoint: Endpoint, path: str) -> socket.socket:
+    if path == "tcp":
+        return socket.create_connection(split_address(endpoint.tcp), timeout=5)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(5)
+    sock.connect(endpoint.shm)
+    return sock
+
+
+@contextmanager
+def raw_sender(pair: Pair, path: str) -> Iterator[RawSender]:
+    raw = RawSender(pair, path)
+    try:
+        yield raw
+    finally:
+        raw.close()
+
+
+# -- what arrives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_bytes_arrive_where_they_were_sent_and_nowhere_else(path: str) -> None:
+    async with opened(path) as pair:
+        result = await pair.push(pair.grant((1000, 5000)), (0, 1000, 3000), (10_000, 4000, 2000))
+        assert result.ok and result.path == path and result.nbytes == 5000 and result.arrived == 2
+        expected = bytearray(NBYTES)
+        expected[1000:4000], expected[4000:6000] = pair.source[:3000], pair.source[10_000:12_000]
+        assert pair.target == expected
+        assert pair.covered(1000, 5000) and not pair.covered(999, 2)
+        assert pair.receiver.received_bytes(OP) == 5000
+        assert pair.sender.statistics().sent_bytes == {path: 5000}
+        assert pair.receiver.statistics().received_bytes == {path: 5000}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+async def test_any_slices_arrive(path: str, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 20_000), max_size=30))
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, 7, 4096]), min_size=len(lengths), max_size=len(lengths)))
+    slices, local, remote = [], 0, 0
+    for length, gap in zip(lengths, gaps, strict=True):
+        slices.append((local, remote + gap, length))
+        local, remote = local + length, remote + gap + length
+    order = data.draw(st.permutations(slices))
+    async with opened(path) as pair:
+        result = await pair.push(pair.grant((0, NBYTES)), *order)
+        assert result.ok and result.nbytes == sum(lengths)
+        expected = bytearray(NBYTES)
+        for start, stop, length in slices:
+            expected[stop:stop + length] = pair.source[start:start + length]
+        assert pair.target == expected
+        assert pair.receiver.received_bytes(OP) == sum(lengths)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_push_larger_than_a_batch_and_than_what_may_be_on_its_way(path: str) -> None:
+    nbytes = 40 << 20
+    async with opened(path, nbytes=nbytes, max_inflight=1 << 20) as pair:
+        result = await pair.push(pair.grant((0, nbytes)), (0, 0, nbytes), timeout_s=60)
+        assert result.ok and result.nbytes == nbytes
+        assert pair.source == pair.target and pair.covered(0, nbytes)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_many_pushes_at_once_share_a_connection(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, NBYTES))
+        results = await asyncio.gather(*(
+            pair.push(grant, (i * 1024, i * 1024, 512), (i * 1024 + 512, i * 1024 + 512, 512)) for i in range(1024)))
+        assert all(result.ok for result in results)
+        assert pair.source == pair.target
+        assert pair.receiver.statistics().connections == (0 if path == "copy" else 1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_push_of_nothing_is_fine(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 10))
+        assert (await pair.push(grant)).ok
+        assert (await pair.push(grant, (0, 0, 0))).ok
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_covered_follows_what_has_arrived(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 300))
+        await pair.push(grant, (0, 0, 100), (200, 200, 100))
+        assert pair.covered(0, 100) and pair.covered(250, 50) and not pair.covered(0, 300)
+        assert pair.receiver.received_bytes(OP) == 200
+        await pair.push(grant, (100, 100, 100))
+        assert pair.covered(0, 300)
+        await pair.receiver.release(OP)
+        assert not pair.covered(0, 100) and pair.receiver.received_bytes(OP) == 0
+
+
+# -- what must not arrive ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_flipped_byte_fails_its_slice_and_no_other(path: str) -> None:
+    async with opened(path, corrupt_every=3) as pair:
+        result = await pair.push(pair.grant((0, 5000)), *((i * 1000, i * 1000, 1000) for i in range(5)))
+        assert [type(status.error) for status in result.slices] == [
+            type(None), type(None), ChecksumMismatch, type(None), type(None)]
+        assert result.arrived == 2 and result.nbytes == 4000
+        assert pair.covered(0, 2000) and not pair.covered(2000, 1) and pair.covered(3000, 2000)
+        assert pair.receiver.statistics().corrupt_spans == 1
+        assert pair.sender.statistics().failures == {"checksum": 1}
+
+
+def forged(grant: Grant) -> Grant:
+    return msgspec.structs.replace(grant, token=b"\0" * 32)
+
+
+def of_a_former_life(grant: Grant) -> Grant:
+    return msgspec.structs.replace(grant, incarnation=Incarnation("b0"))
+
+
+def of_another_operation(grant: Grant) -> Grant:
+    return msgspec.structs.replace(grant, operation=OperationId("other"))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("spoil", [forged, of_a_former_life, of_another_operation])
+async def test_a_spoilt_grant_is_refused_and_memory_untouched(path: str, spoil: Callable[[Grant], Grant]) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 1000))
+        result = await pair.push(spoil(grant), (0, 0, 500), (500, 500, 500))
+        assert [type(status.error) for status in result.slices] == [GrantRefused] * 2
+        assert pair.target == bytes(NBYTES) and not pair.covered(0, 1)
+        assert pair.receiver.statistics().refused_claims == 1
+        assert (await pair.push(grant, (0, 0, 500))).ok, "a refusal must not spoil the connection"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("span", [(0, 2000), (999, 2), (1000, 1), (NBYTES - 1, 1), (NBYTES, 1), (2**40, 10)])
+async def test_bytes_outside_the_grant_are_refused(path: str, span: tuple[int, int]) -> None:
+    async with opened(path) as pair:
+        wider = msgspec.structs.replace(pair.grant((0, 1000)), ranges=[of(*span)])
+        result = await pair.push(wider, (0, *span))
+        assert isinstance(result.error, GrantRefused) and result.nbytes == 0
+        assert pair.target == bytes(NBYTES)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_expired_grant_is_refused(path: str) -> None:
+    clock = ManualClock()
+    async with opened(path, clock=clock) as pair:
+        grant = pair.grant((0, 1000), ttl_s=5)
+        clock.advance(4.9)
+        assert (await pair.push(grant, (0, 0, 10))).ok
+        clock.advance(0.1)
+        result = await pair.push(msgspec.structs.replace(grant, expires_at_s=1e12), (0, 0, 20))
+        assert isinstance(result.error, GrantRefused) and "expired" in str(result.error)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_released_grant_stays_refused_even_when_the_same_is_granted_again(path: str) -> None:
+    async with opened(path) as pair:
+        former = pair.grant((0, 1000))
+        assert (await pair.push(former, (0, 0, 10))).ok
+        await pair.receiver.release(OP)
+        assert isinstance((await pair.push(former, (0, 0, 10))).error, GrantRefused)
+        current = pair.grant((0, 1000))
+        assert isinstance((await pair.push(former, (0, 0, 10))).error, GrantRefused)
+        assert (await pair.push(current, (0, 0, 10))).ok
+
+
+async def test_slices_of_memory_that_is_not_ours_are_a_bug() -> None:
+    async with opened("copy") as pair:
+        grant = pair.grant((0, 1000))
+        for bad in [(-1, 0, 10), (NBYTES - 5, 0, 10)]:
+            with pytest.raises(Bug):
+                await pair.push(grant, bad)
+
+
+# -- release ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_release_waits_for_a_writer_in_flight(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 1000))
+        with raw_sender(pair, path) as raw:
+            raw.begin(grant, 1000)
+            await eventually(lambda: pair.receiver._ledger.overdue(float("inf")))
+            release = asyncio.create_task(pair.receiver.release(OP))
+            assert isinstance((await pair.push(grant, (0, 0, 10))).error, GrantRefused), "no new writer"
+            assert not release.done()
+        await asyncio.wait_for(release, 5)
+        pair.receiver.grant(OperationId("next"), [of(0, 1000)], ttl_s=1)
+
+
+async def test_a_tcp_writer_past_its_deadline_is_cut_off() -> None:
+    async with opened("tcp") as pair:
+        grant = pair.grant((0, 1000))
+        with raw_sender(pair, "tcp") as raw:
+            raw.begin(grant, 1000, timeout_ms=50)
+            await eventually(lambda: pair.receiver.statistics().dropped_connections == {"deadline": 1})
+            await asyncio.wait_for(pair.receiver.release(OP), 5)
+            with pytest.raises((Closed, ConnectionError)):
+                raw.read()
+
+
+async def test_a_stalled_writer_in_shared_memory_is_waited_for_until_its_connection_is_dead() -> None:
+    async with opened("shm") as pair:
+        grant = pair.grant((0, 1000))
+        with raw_sender(pair, "shm") as raw:
+            raw.begin(grant, 1000, timeout_ms=50)
+            release = asyncio.create_task(pair.receiver.release(OP))
+            with pytest.raises(Closed):  # told to stop, it could still write
+                await asyncio.to_thread(raw.read)
+            assert not release.done()
+            raw.connection.send(frames.Done(1, [0]))  # too late to count
+            assert not pair.covered(0, 1)
+        await asyncio.wait_for(release, 5)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_writer_that_dies_leaves_nothing_covered(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 1000))
+        assert (await pair.push(grant, (0, 0, 1000))).ok and pair.covered(0, 1000)
+        with raw_sender(pair, path) as raw:
+            raw.begin(grant, 500)
+            await eventually(lambda: not pair.covered(0, 500))
+            assert pair.covered(500, 500)
+        await eventually(lambda: not pair.receiver._ledger.overdue(float("inf")))
+        assert not pair.covered(0, 500) and pair.covered(500, 500)
+
+
+# -- peers that are not what they seem ----------------------------------------------------------------------------
+
+
+GARBAGE = {
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "huge length": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 2**32 - 1),
+    "huge length after hello": frames.encode(frames.Hello("x", "b", "b1")) + struct.pack("!4sBBHI", b"MBTX", 1, 3, 0, 2**31),
+    "write before hello": frames.encode(frames.Write(1, "op", "b1", b"t", 10, [frames.Span("kv", 0, 1)], [])),
+    "hello of nonsense": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 4) + b"\xff\xff\xff\xff",
+    "answer instead of question": frames.encode(frames.Hello("x", "b", "b1")) + frames.encode(frames.Ack(1)),
+    "done of nothing": frames.encode(frames.Hello("x", "b", "b1")) + frames.encode(frames.Done(1, [])),
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+async def test_garbage_costs_its_sender_the_connection_and_hurts_nobody(path: str, garbage: bytes) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 1000))
+        assert (await pair.push(grant, (0, 0, 100))).ok
+        with dial(pair.receiver.endpoint, path) as sock:
+            sock.sendall(garbage)
+            await eventually(lambda: pair.receiver.statistics().dropped_connections == {"protocol": 1})
+            await asyncio.to_thread(drained, sock)
+        assert (await pair.push(grant, (0, 100, 100))).ok
+        await eventually(lambda: pair.receiver.statistics().connections == 1)
+
+
+def drained(sock: socket.socket) -> None:
+    """Reads to the end of the stream; a reset is one, too."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_connection_that_says_nothing_is_dropped(path: str) -> None:
+    clock = ManualClock()
+    async with opened(path, clock=clock) as pair:
+        with dial(pair.receiver.endpoint, path) as sock:
+            await eventually(lambda: pair.receiver.statistics().connections == 1)
+            clock.advance(5.0)
+            await asyncio.to_thread(drained, sock)
+        assert pair.receiver.statistics().dropped_connections == {"deadline": 1}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_connections_are_bounded(path: str) -> None:
+    async with opened(path) as pair:
+        pair.receiver._receiver._max_connections = 1
+        assert (await pair.push(pair.grant((0, 10)), (0, 0, 10))).ok
+        with dial(pair.receiver.endpoint, path) as sock:
+            await asyncio.to_thread(drained, sock)
+        assert pair.receiver.statistics().dropped_connections == {"full": 1}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_closed_peer_is_gone(path: str) -> None:
+    async with opened(path) as pair:
+        only = TransferSettings(paths=(path,))
+        async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation("c1"), settings=only) as other:
+            other.register("kv", 100)
+            endpoint, grant = other.endpoint, other.grant(OP, [of(0, 100)], ttl_s=60)
+            slices = [Slice("kv", 0, of(0, 100))]
+            assert (await pair.sender.push(endpoint, slices, grant)).ok
+        result = await pair.sender.push(endpoint, slices, grant)
+        expected = PathFailed if path == "copy" else PeerGone
+        assert isinstance(result.error, expected) and result.error.peer == "c" and result.error.nbytes == 100
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_peer_that_came_back_is_reached_again_and_old_grants_are_void(path: str) -> None:
+    only = TransferSettings(paths=(path,))
+    async with opened(path) as pair:
+        former = None
+        for life in range(3):
+            async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation(f"c{life}"),
+                                           settings=only) as other:
+                other.register("kv", 100)
+                grant = other.grant(OP, [of(0, 100)], ttl_s=60)
+                slices = [Slice("kv", 0, of(0, 100))]
+                assert (await pair.sender.push(other.endpoint, slices, grant)).ok
+                if former is not None:
+                    result = await pair.sender.push(other.endpoint, slices, former)
+                    assert isinstance(result.error, GrantRefused) and "incarnation" in str(result.error)
+                former = grant
+        assert len(pair.sender._links) == 1
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_another_process_on_the_address_is_noticed_before_anything_is_sent(path: str) -> None:
+    async with opened(path) as pair:
+        stranger = msgspec.structs.replace(pair.receiver.endpoint, worker=WorkerId("c"))
+        grant = pair.grant((0, 100))
+        result = await pair.sender.push(stranger, [Slice("kv", 0, of(0, 100))], grant)
+        assert isinstance(result.error, PeerGone) and "b (incarnation b1) answers there" in str(result.error)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path: str) -> None:
+    directory = "/tmp" if path == "shm" else ""
+    address = f"{directory}/moonbus-silent-{os.getpid()}.sock"
+    listener = socket.socket(socket.AF_UNIX) if path == "shm" else socket.create_server(("127.0.0.1", 0))
+    if path == "shm":
+        listener.bind(address)
+        listener.listen()
+    threads: list[socket.socket] = []
+
+    def greet() -> None:
+        sock, _ = listener.accept()
+        threads.append(sock)
+        connection = Connection(sock)
+        kind, length, _ = connection.receive_header()
+        connection.receive_body(kind, length)
+        connection.send(frames.Welcome("c", "c1"))
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    try:
+        async with opened(path, silence_s=0.1) as pair:
+            silent = Endpoint(worker=WorkerId("c"), incarnation=Incarnation("c1"), host=host_id(), shm=address,
+                              tcp=join_address(*listener.getsockname()[:2]) if path == "tcp" else "")
+            result = await pair.sender.push(silent, [Slice("kv", 0, of(0, NBYTES))], pair.grant((0, 10)),
+                                            timeout_s=0.3)
+            assert isinstance(result.error, TransferTimeout) and result.seconds < 2
+            link, = pair.sender._links.values()
+            assert not link.connected
+    finally:
+        thread.join()
+        for sock in [*threads, listener]:
+            sock.close()
+        Path(address).unlink(missing_ok=True)
+
+
+# -- choice of path ---------------------------------------------------------------------------------------------
+
+
+async def test_the_best_path_is_taken_and_a_broken_one_is_left_in_the_same_push() -> None:
+    any_path = TransferSettings(paths=("shm", "tcp"))
+    async with (
+        TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=any_path) as sender,
+        TransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b1"), settings=any_path) as receiver,
+    ):
+        sender.register("kv", 100)
+        receiver.register("kv", 100)
+        grant, slices = receiver.grant(OP, [of(0, 100)], ttl_s=60), [Slice("kv", 0, of(0, 100))]
+        broken = msgspec.structs.replace(receiver.endpoint, shm=receiver.endpoint.shm + ".gone")
+        result = await sender.push(broken, slices, grant)
+        assert result.ok and result.path == "tcp"
+        result = await sender.push(broken, slices, grant)
+        assert result.ok and result.path == "tcp"
+        statistics = sender.statistics()
+        assert statistics.failovers == {("shm", "tcp"): 1}, "the broken path is avoided for a while"
+        assert statistics.sent_bytes["tcp"] == 200
+        assert (await sender.push(receiver.endpoint, slices, grant)).ok
+
+
+async def test_another_host_is_reached_by_tcp() -> None:
+    here, there = TransferSettings(host_id="here"), TransferSettings(host_id="there", paths=("shm", "tcp"))
+    async with (
+        TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=here) as sender,
+        TransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b1"), settings=there) as receiver,
+    ):
+        assert (sender.endpoint.host, receiver.endpoint.host) == (HostId("here"), HostId("there"))
+        sender.register("kv", 100)
+        receiver.register("kv", 100)
+        result = await sender.push(receiver.endpoint, [Slice("kv", 0, of(0, 100))],
+                                   receiver.grant(OP, [of(0, 100)], ttl_s=60))
+        assert result.ok and result.path == "tcp"
+
+
+async def test_no_common_path_says_why_for_each() -> None:
+    async with opened("copy") as pair:
+        far = Endpoint(worker=WorkerId("c"), incarnation=Incarnation("c1"), host=HostId("far"), tcp="h:1")
+        result = await pair.sender.push(far, [Slice("kv", 0, of(0, 10))], pair.grant((0, 10)))
+        assert isinstance(result.error, PathFailed) and "copy: another process" in str(result.error)
+
+
+@pytest.mark.parametrize(("wrong", "name"), [
+    ({"paths": ("pigeon",)}, "paths"),
+    ({"bind_host": "203.0.113.7"}, "bind_host"),
+    ({"socket_dir": "/tmp/" + "x" * 120}, "socket_dir"),
+    ({"socket_dir": "/nowhere"}, "socket_dir"),
+])
+async def test_wrong_settings_are_named(wrong: dict[str, Any], name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        async with TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"),
+                                       settings=TransferSettings(**wrong)):
+            pass
+
+
+# -- life -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_nothing_is_left_behind(path: str) -> None:
+    async def once() -> None:
+        async with opened(path) as pair:
+            directory = Path(pair.receiver.endpoint.shm).parent if path == "shm" else None
+            assert (await pair.push(pair.grant((0, NBYTES)), (0, 0, NBYTES))).ok
+            await pair.push(forged(pair.grant((0, 10))), (0, 0, 10))
+            del pair
+        assert directory is None or not directory.exists()
+
+    await once()
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await once()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-")] == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_closing_the_sender_ends_its_pushes(path: str) -> None:
+    async with opened(path) as outer:
+        only = TransferSettings(paths=(path,))
+        async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation("c1"), settings=only) as closing:
+            closing.register("kv", NBYTES)
+            grant = outer.grant((0, NBYTES))
+            pushes = [asyncio.create_task(closing.push(outer.receiver.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant))
+                      for _ in range(50)]
+            await eventually(lambda: any(push.done() for push in pushes))
+        results = await asyncio.wait_for(asyncio.gather(*pushes), 10)
+        assert all(result.ok or isinstance(result.error, PeerGone) for result in results)
+
+
+async def test_a_cancelled_push_ends_at_once_and_the_next_one_works() -> None:
+    async with opened("shm", nbytes=64 << 20) as pair:
+        grant = pair.grant((0, 64 << 20))
+        push = asyncio.create_task(pair.push(grant, (0, 0, 64 << 20)))
+        await eventually(lambda: pair.receiver.statistics().connections or push.done())
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert (await pair.push(grant, (0, 0, 1000))).ok
+        await asyncio.wait_for(pair.receiver.release(OP), 10)
+
+
+def test_importing_the_engine_loads_no_torch() -> None:
+    program = "import sys, shared.transfer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_a_host_has_one_id() -> None:
+    assert host_id() == host_id() != ""
+
+
+@pytest.mark.parametrize("address", [("127.0.0.1", 80), ("::1", 8080), ("node-7.example", 1)])
+def test_addresses_round_trip(address: tuple[str, int]) -> None:
+    assert split_address(join_address(*address)) == address
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "transfer.md").read_text()
+    example = text.split("```python\n", 1)[1].split("```", 1)[0]
+    done = subprocess.run([sys.executable, "-c", example], check=False, capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout) == (0, "shm b'hello'\n"), done.stderr
