@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.serving import ServeCommand
-from services.launcher.settings import LauncherSettings
+from services.launcher.settings import Settings
 from shared.errors import BusError, UserError
 from shared.settings import describe
 
@@ -35,7 +35,7 @@ app.add_typer(serve_app, name="serve", rich_help_panel=_STACK)
 app.add_typer(kv_app, name="kv", rich_help_panel=_ASK)
 app.add_typer(models_app, name="models", rich_help_panel=_TOOLS)
 
-_LAUNCHER = {field.name: field for field in describe(LauncherSettings, "launcher")}
+_LAUNCHER = {field.name: field for field in describe(Settings, "launcher")}
 
 
 def _setting(name: str, flag: str = "") -> Any:
@@ -79,7 +79,7 @@ def up(model: Model = None, prefill: Prefill = None, decode: Decode = None, host
 @app.command(rich_help_panel=_STACK, epilog="Examples:\n\n  moonbus demo\n\n  moonbus demo --model tiny-random")
 def demo(model: Model = None, port: Port = None, data_dir: DataDir = None, cache_dir: CacheDir = None,
          threads: Threads = None, pool_bytes: PoolBytes = None) -> None:
-    """Start a stack, show a prefix computed on one worker being reused on another, stop. Exit code 1 if answers differ."""
+    """Show a prefix computed on one worker being reused on another, on a fresh stack. Exit code 1 if answers differ."""
     from services.launcher.demo import demo as run
 
     raise typer.Exit(run(_launcher_settings(
@@ -117,13 +117,13 @@ def migrate(sets: Sets = None) -> None:
 
 
 @app.command(rich_help_panel=_ASK, epilog=(
-    "Examples:\n\n  moonbus chat\n\n  moonbus chat --system 'Answer in French.'\n\n  echo 'What is RDMA?' | moonbus chat"))
+    "Examples:\n\n  moonbus chat\n\n  moonbus chat --system 'Be brief.'\n\n  echo 'What is RDMA?' | moonbus chat"))
 def chat(url: GatewayUrl = None, data_dir: DataDir = None,
          model: Annotated[str | None, typer.Option(help="Model to talk to; the gateway's first without it.")] = None,
          system: Annotated[str, typer.Option(help="System message.")] = "",
          max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 256,
          temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0, max=2)] = 0.0) -> None:
-    """Chat in the terminal. /exit or Ctrl-D ends it, /clear forgets the conversation; reads questions from a pipe too."""
+    """Chat in the terminal: /exit or Ctrl-D ends it, /clear forgets what was said. Reads questions from a pipe too."""
     from services.cli.chat import chat as run
 
     run(url=url, data_dir=data_dir, model=model, system=system, max_tokens=max_tokens, temperature=temperature)
@@ -137,7 +137,7 @@ def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     run(nats_url, data_dir)
 
 
-@kv_app.command("lineage", epilog="Example: moonbus kv lineage 9f86d081   (the first digits of a key of `moonbus kv ls`)")
+@kv_app.command("lineage", epilog="Example: moonbus kv lineage 9f86d081   (digits from `moonbus kv ls`)")
 def kv_lineage(key: Annotated[str, typer.Argument(help="Block key in hex, or its first digits.")],
                nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """Show a block's chain from the root: who computed each block, when, for which request, where its copies are."""
@@ -146,7 +146,7 @@ def kv_lineage(key: Annotated[str, typer.Argument(help="Block key in hex, or its
     run(key, nats_url, data_dir)
 
 
-@kv_app.command("ls", epilog="Examples:\n\n  moonbus kv ls\n\n  moonbus kv ls --order hot --limit 10 --worker prefill-1")
+@kv_app.command("ls", epilog="Examples:\n\n  moonbus kv ls\n\n  moonbus kv ls --order hot --worker prefill-1")
 def kv_ls(limit: Annotated[int, typer.Option(help="Most blocks to show.", min=1, max=1000)] = 20,
           worker: Annotated[str, typer.Option(help="Only blocks with a copy there.")] = "",
           tenant: Annotated[str, typer.Option(help="Only blocks of that tenant.")] = "",
@@ -167,7 +167,7 @@ def kv_stats(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     run(nats_url, data_dir)
 
 
-@app.command(rich_help_panel=_TOOLS, epilog="Examples:\n\n  moonbus doctor\n\n  moonbus doctor --model tiny-random --port 9000")
+@app.command(rich_help_panel=_TOOLS, epilog="Examples:\n\n  moonbus doctor\n\n  moonbus doctor --port 9000")
 def doctor(model: Model = None, port: Port = None, host: Host = None, data_dir: DataDir = None,
            cache_dir: CacheDir = None) -> None:
     """Check what a stack needs and say what to do about it. Exit code 1 if something is missing."""
@@ -244,7 +244,7 @@ def _save_trace() -> Path:
     return Path(file.name)
 
 
-def _launcher_settings(**flags: Any) -> LauncherSettings:
+def _launcher_settings(**flags: Any) -> Settings:
     from shared.settings import load as load_settings
 
-    return load_settings(LauncherSettings, "launcher", overrides={k: v for k, v in flags.items() if v is not None})
+    return load_settings(Settings, "launcher", overrides={k: v for k, v in flags.items() if v is not None})

@@ -31,7 +31,8 @@ class ServeCommand(TyperCommand):
                       pad_edge=False)
         for field in describe(settings_type(service), service):
             default = "" if field.default == "" else str(field.default)
-            table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]", default, f"{field.description}\n[dim]{field.env}[/]")
+            table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]", default,
+                          f"{field.description}\n[dim]{field.env}[/]")
         console.print(table)
 
 
@@ -49,6 +50,18 @@ def serve(service: str, sets: Sequence[str]) -> int:
         raise UserError(f"{service} needs torch, which is not installed; run: pip install 'moonbus[engine]'")
     module = importlib.import_module(f"services.{service.replace('-', '_')}.app")
     return int(module.main(overrides))
+
+
+def migrate(sets: Sequence[str]) -> None:
+    """Moves the schema to the newest revision, with the store-manager's settings."""
+    from services.cli.output import console
+    from shared.catalog.migrate import upgrade
+    from shared.catalog.settings import CatalogSettings
+    from shared.settings import load
+
+    overrides = parse_sets(sets, CatalogSettings, "store-manager")
+    settings = load(CatalogSettings, "store-manager", overrides=overrides)
+    console.print(f"the catalog's schema is at revision {upgrade(settings.postgres_url)}", highlight=False)
 
 
 def parse_sets(sets: Sequence[str], kind: type[CommonSettings], service: str) -> dict[str, str]:

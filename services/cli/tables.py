@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import cast
 
 from rich.table import Table
 
 from services.cli.find import ask, settings
 from services.cli.output import console
+from services.launcher.lineage import KEY_DIGITS, copies, lineage_table
 from shared.bus.subjects import BLOCKS, LINEAGE, STATS, WORKERS
 from shared.errors import SettingError
 from shared.messages import (
-    BlockRow,
     BlocksQuery,
     BlocksReply,
     LineageQuery,
     LineageReply,
-    ReplicaRow,
     StatsQuery,
     StatsReply,
     WorkersQuery,
@@ -28,8 +26,6 @@ from shared.units import format_bytes, format_seconds
 
 _ORDERS = ("recent", "hot", "deep")
 _STATE_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red"}
-KEY_DIGITS = 12
-"""Hex digits of a key that a table shows; enough to ask for the block."""
 
 
 def workers(nats_url: str | None, data_dir: str | None) -> None:
@@ -61,7 +57,7 @@ def blocks(nats_url: str | None, data_dir: str | None, *, limit: int, worker: st
     for block in reply.blocks:
         table.add_row(
             block.key.hex()[:KEY_DIGITS], str(block.depth), block.model, block.tenant, format_bytes(block.nbytes),
-            str(block.hits), _age(block.last_used_at_s), block.created_by, _copies(block.replicas))
+            str(block.hits), _age(block.last_used_at_s), block.created_by, copies(block.replicas))
     console.print(table)
 
 
@@ -92,36 +88,6 @@ def lineage(key: str, nats_url: str | None, data_dir: str | None) -> None:
     question = LineageQuery(key_hex=key.strip().lower().removeprefix("0x"))
     reply = cast(LineageReply, ask(settings(nats_url, data_dir), LINEAGE.at(), question, who="store-manager"))
     console.print(lineage_table(reply))
-
-
-def lineage_table(reply: LineageReply, *, most_rows: int | None = None) -> Table:
-    """The chain, root first; with ``most_rows`` the middle of a long one is left out."""
-    table = Table("depth", "key", "made by", "when", "for request", "hits", "copies now",
-                  title=f"Lineage of {reply.blocks[-1].key.hex()[:KEY_DIGITS]}" if reply.blocks else "Lineage",
-                  caption=f"{reply.descendants} blocks continue it", title_justify="left", caption_justify="left")
-    rows: list[BlockRow | None] = list(reply.blocks)
-    if most_rows is not None and len(rows) > most_rows:
-        head = (most_rows + 1) // 2
-        rows = [*rows[:head], None, *rows[len(rows) - (most_rows - head):]]
-    for block in rows:
-        if block is None:
-            table.add_row("⋮", f"{len(reply.blocks) - (most_rows or 0)} more", "", "", "", "", "")
-            continue
-        table.add_row(
-            str(block.depth), block.key.hex()[:KEY_DIGITS], block.created_by, _clock(block.created_at_s),
-            block.request, str(block.hits), _copies(block.replicas))
-    return table
-
-
-def _copies(replicas: Sequence[ReplicaRow]) -> str:
-    """``prefill-1 dram, prefill-2 dram ← prefill-1``: live copies, and whom a received one came from."""
-    live = [replica for replica in replicas if replica.evicted_at_s is None]
-    return ", ".join(
-        f"{replica.worker} {replica.tier}" + (f" ← {replica.source}" if replica.source else "") for replica in live)
-
-
-def _clock(at_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
 def _age(at_s: float | None) -> str:

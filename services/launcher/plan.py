@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from services.launcher.resources import Resources
-from services.launcher.settings import LauncherSettings
+from services.launcher.settings import Settings
 
 MEMORY_SHARE = 0.25
 """Part of the free memory that all KV pools together take: models and everything else need the rest."""
@@ -54,7 +54,7 @@ class Unit:
     essential: bool = True
 
 
-def plan_stack(settings: LauncherSettings, resources: Resources, *, python: str) -> tuple[Unit, ...]:
+def plan_stack(settings: Settings, resources: Resources, *, python: str) -> tuple[Unit, ...]:
     """The embedded stack; ``python`` is the interpreter the services run under."""
     nats, postgres = Fact("nats", "url"), Fact("postgres", "url")
     workers = settings.prefill + settings.decode
@@ -97,7 +97,7 @@ def plan_stack(settings: LauncherSettings, resources: Resources, *, python: str)
         *(worker("prefill", number) for number in range(1, settings.prefill + 1)),
         *(worker("decode", number) for number in range(1, settings.decode + 1)),
         service("gateway", "gateway", after=("nats",),
-                env=environment("gateway", {"host": settings.host, "port": settings.port})),
+                env=environment("gateway", {"host": settings.host, "port": settings.port, "models": settings.model})),
     )
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 from shared.settings import BYTES, CommonSettings
 
 
-class LauncherSettings(CommonSettings, frozen=True):
+class Settings(CommonSettings, frozen=True):
     """What ``moonbus up`` and ``moonbus demo`` take; everything else of a service is set in its own name."""
 
     model: Annotated[

@@ -18,7 +18,7 @@ import httpx
 from services.launcher import embedded, state
 from services.launcher.plan import plan_stack
 from services.launcher.resources import measure
-from services.launcher.settings import LauncherSettings
+from services.launcher.settings import Settings
 from services.launcher.supervise import StackFailed, Supervisor, UnitView, stop_signals
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import WORKERS
@@ -47,7 +47,7 @@ class Watcher(Protocol):
 class Stack:
     """A stack that serves."""
 
-    settings: LauncherSettings
+    settings: Settings
     model: str
     """What clients name."""
     gateway_url: str
@@ -56,7 +56,7 @@ class Stack:
     supervisor: Supervisor
 
 
-def run(settings: LauncherSettings, body: Callable[[Stack], Awaitable[int]], *, watcher: Watcher) -> int | None:
+def run(settings: Settings, body: Callable[[Stack], Awaitable[int]], *, watcher: Watcher) -> int | None:
     """Runs ``body`` on a fresh stack and stops it again: ``body``'s result, ``None`` when a signal ended it.
 
     Raises :class:`UserError` when the stack cannot start or an essential part of it is gone for good.
@@ -80,7 +80,7 @@ def check_port(host: str, port: int) -> None:
             raise UserError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
 
 
-def fetch_model(settings: LauncherSettings) -> str:
+def fetch_model(settings: Settings) -> str:
     """The name clients use for the model; pulls it first, with its progress on the terminal, when it is not here."""
     try:
         return resolve(settings.model, settings.cache_path()).name
@@ -94,7 +94,7 @@ def fetch_model(settings: LauncherSettings) -> str:
     return resolve(settings.model, settings.cache_path()).name
 
 
-async def _run(settings: LauncherSettings, model: str, body: Callable[[Stack], Awaitable[int]],
+async def _run(settings: Settings, model: str, body: Callable[[Stack], Awaitable[int]],
                watcher: Watcher) -> int | None:
     started_at_s = time.time()
     serving = False
@@ -171,7 +171,7 @@ def _gateway_url(supervisor: Supervisor) -> str:
     return str(supervisor.facts("gateway").get("url", ""))
 
 
-def _state(settings: LauncherSettings, model: str, started_at_s: float, serving: bool, supervisor: Supervisor,
+def _state(settings: Settings, model: str, started_at_s: float, serving: bool, supervisor: Supervisor,
            views: list[UnitView]) -> state.StackState:
     return state.StackState(
         pid=os.getpid(), started_at_s=started_at_s, ready=serving, gateway_url=_gateway_url(supervisor),

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from services.launcher.plan import Fact, environment, plan_stack, pool_share
 from services.launcher.resources import Resources, available_bytes, cpu_quota, memory_limit
-from services.launcher.settings import LauncherSettings
+from services.launcher.settings import Settings
 
 MACHINE = Resources(cores=8, memory_bytes=16 * 2**30)
 
 
 def stack(machine: Resources = MACHINE, **values: object):
-    units = plan_stack(LauncherSettings(**values), machine, python="python")
+    units = plan_stack(Settings(**values), machine, python="python")
     return {unit.name: unit for unit in units}
 
 
