@@ -63,18 +63,20 @@ def run_command(
     seed: Annotated[int, typer.Option(help="Sets the prompts' contents; prompts of two seeds share nothing.")] = 0,
     api: Annotated[ApiKind, typer.Option(help="Endpoint.")] = ApiKind.COMPLETIONS,
     prompt: Annotated[PromptKind, typer.Option(
-        help="tokens: ids, exact lengths and sharing (completions only). text: words, about as long.")] = PromptKind.AUTO,
+        help="tokens: ids, exact in length and sharing (completions only). text: words, about as long.",
+    )] = PromptKind.AUTO,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Requests due beyond this are dropped, counted.")] = 1024,
     timeout: Annotated[str, typer.Option(help="Longest silence in a stream before it counts as failed.")] = "10min",
     grace: Annotated[str, typer.Option(help="After Ctrl-C, time for requests in flight.")] = "10s",
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens a hash id of the trace stands for.")] = 512,
     stop_at_eos: Annotated[bool, typer.Option(
         "--stop-at-eos", help="Let the model end answers early; else the trace's lengths are asked for.")] = False,
-    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Allow a gateway that is not on this machine.")] = False,
+    allow_remote: Annotated[bool, typer.Option(
+        "--allow-remote", help="Allow a gateway that is not on this machine.")] = False,
 ) -> None:
     """Replay TRACE open-loop and write records and a report.
 
-    Example: moonbus load run --trace conversation_trace.jsonl --rate-scale 0.1 --limit 100 --length-scale 0.05
+    Example: moonbus load run --trace conversation_trace.jsonl --rate-scale 0.1 --limit 100
 
     Ctrl-C stops sending and gives requests in flight --grace to end; a second Ctrl-C cancels them. Either way
     everything so far is written.

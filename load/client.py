@@ -1,7 +1,7 @@
 """A streaming client of ``/v1/completions`` and ``/v1/chat/completions`` that notes when every chunk came.
 
-It never retries: an open-loop replay wants to know what the server said the first time. Every way a request can end
-becomes a value of :class:`Answer`; only cancellation passes through.
+It never retries: an open-loop replay wants to know what the server said the first time. Every way a request
+can end becomes a value of :class:`Answer`; only cancellation passes through.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ class Answer:
 
 
 class Model(msgspec.Struct, frozen=True):
-    """One entry of ``/v1/models``; the last two are moonbus's own and may be missing."""
+    """One entry of ``/v1/models``; only the id is sure to be there."""
 
     id: str
-    max_context: int | None = None
+    max_model_len: int | None = None
+    """Longest prompt plus answer in tokens."""
     vocab_size: int | None = None
+    """Token ids go from 0 to one below this."""
 
 
 class _Models(msgspec.Struct):
@@ -141,8 +143,9 @@ class GatewayClient:
                      seed: int = 0, into: Answer | None = None) -> Answer:
         """Sends one request and reads its stream to the end.
 
-        With ``exact`` the server is asked to go on to ``max_tokens`` whatever the model says (``ignore_eos``).
-        The answer is filled while it comes, so a caller that gave ``into`` has what there was when it cancels.
+        With ``exact`` the server is asked to go on to ``max_tokens`` whatever the model says
+        (``ignore_eos``). The answer is filled while it comes, so a caller that gave ``into`` has what there
+        was when it cancels.
         """
         answer = Answer(sent_at=self._clock()) if into is None else into
         body = _body(api, model=model, prompt=prompt, max_tokens=max_tokens, exact=exact, seed=seed)
@@ -200,10 +203,11 @@ class GatewayClient:
 @asynccontextmanager
 async def connect(url: str, *, clock: Callable[[], float], timeout_s: float = 600.0,
                   headers: Mapping[str, str] | None = None) -> AsyncIterator[GatewayClient]:
-    """A client of the gateway at ``url``; ``timeout_s`` is the longest silence, ``headers`` go with every request.
+    """A client of the gateway at ``url``; ``timeout_s`` is the longest silence, ``headers`` go with every
+    request.
 
-    Connections are not limited here, so that no request waits for another's: the replay bounds what is in flight.
-    Proxies named in the environment are not used.
+    Connections are not limited here, so that no request waits for another's: the replay bounds what is in
+    flight. Proxies named in the environment are not used.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx.Timeout(timeout_s, connect=10.0)
@@ -239,7 +243,8 @@ async def _read_refusal(response: httpx.Response, answer: Answer) -> None:
         content += part
         if len(content) > _MAX_ERROR_BYTES:
             break
-    answer.retry_after_s = _seconds(response.headers.get("retry-after"))
+    exact_ms = _number(response.headers.get("retry-after-ms"))
+    answer.retry_after_s = _number(response.headers.get("retry-after")) if exact_ms is None else exact_ms / 1e3
     answer.code = f"http_{response.status_code}"
     answer.message = content[:200].decode(errors="replace")
     try:
@@ -251,11 +256,11 @@ async def _read_refusal(response: httpx.Response, answer: Answer) -> None:
         answer.message = error.message
 
 
-def _seconds(text: str | None) -> float | None:
+def _number(text: str | None) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:
-        return None  # the other allowed form is a date, which says nothing to a replay
+        return None  # Retry-After may also be a date, which says nothing to a replay
 
 
 def _reason(error: Exception) -> str:

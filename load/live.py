@@ -1,9 +1,9 @@
 """Open-loop replay: every request leaves when the schedule says, however the ones before it fare.
 
-A closed loop (next request when the last one ends) slows down with the server and so hides its overload. Here the
-only brake is a valve on requests in flight that protects the *client*: what it holds back is not sent later but
-counted as ``dropped``. How late requests leave is measured too (schedule lag); a large lag means this machine, not
-the server, set the pace.
+A closed loop (next request when the last one ends) slows down with the server and so hides its overload. Here
+the only brake is a valve on requests in flight that protects the *client*: what it holds back is not sent
+later but counted as ``dropped``. How late requests leave is measured too (schedule lag); a large lag means
+this machine, not the server, set the pace.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 from load.client import Answer, Api, GatewayClient, Prompt
 from load.record import Outcome, RunRecord
 from load.workload.prompts import Plan
-
-N = TypeVar("N", int, float)
 
 _REJECTING_STATUS = (429, 503)
 
@@ -75,7 +72,8 @@ class Stop:
 async def replay(client: GatewayClient, plans: Iterable[Plan], *, contents: Callable[[Plan], Prompt],
                  options: ReplayOptions, clock: Callable[[], float], write: Callable[[RunRecord], None],
                  progress: Progress, stop: Stop) -> float:
-    """Sends ``plans`` by their schedule and writes one record each as it ends; returns the duration in seconds.
+    """Sends ``plans`` by their schedule and writes one record each as it ends; returns the duration in
+    seconds.
 
     Plans that were not yet due when the replay was stopped get no record. Errors of ``write`` end the replay.
     """
@@ -160,6 +158,8 @@ async def _set_within(event: asyncio.Event, wait_s: float) -> bool:
 
 def _record(plan: Plan, answer: Answer, *, start: float, scheduled_s: float, stopped: bool) -> RunRecord:
     chunk_at = answer.chunk_at
+    predicted_hits = _number(answer.headers.get("predicted-hit-tokens"))
+    predicted_ttft_ms = _number(answer.headers.get("predicted-ttft-ms"))
     outcome: Outcome
     if stopped:
         outcome = "interrupted"
@@ -181,8 +181,8 @@ def _record(plan: Plan, answer: Answer, *, start: float, scheduled_s: float, sto
         prompt_tokens=answer.prompt_tokens,
         completion_tokens=answer.completion_tokens,
         cached_tokens=answer.cached_tokens,
-        predicted_hit_tokens=_number(answer.headers.get("predicted-hit-tokens"), int),
-        predicted_ttft_s=_number(answer.headers.get("predicted-ttft-s"), float),
+        predicted_hit_tokens=None if predicted_hits is None else int(predicted_hits),
+        predicted_ttft_s=None if predicted_ttft_ms is None else predicted_ttft_ms / 1e3,
         finish=answer.finish,
         status=answer.status,
         code=answer.code or ("" if outcome == "ok" else "no_finish" if answer.ended else ""),
@@ -193,13 +193,13 @@ def _record(plan: Plan, answer: Answer, *, start: float, scheduled_s: float, sto
 
 
 def _dropped(plan: Plan, *, scheduled_s: float, now_s: float) -> RunRecord:
-    return RunRecord(index=plan.arrival.index, scheduled_s=scheduled_s, sent_s=now_s, finished_s=now_s, outcome="dropped",
-                     input_tokens=plan.input_tokens, output_tokens=plan.output_tokens,
-                     shared_tokens=plan.shared_tokens, code="max_in_flight")
+    return RunRecord(index=plan.arrival.index, scheduled_s=round(scheduled_s, 6), sent_s=round(now_s, 6),
+                     finished_s=round(now_s, 6), outcome="dropped", input_tokens=plan.input_tokens,
+                     output_tokens=plan.output_tokens, shared_tokens=plan.shared_tokens, code="max_in_flight")
 
 
-def _number(text: str | None, kind: type[N]) -> N | None:
+def _number(text: str | None) -> float | None:
     try:
-        return None if text is None else kind(text)
+        return None if text is None else float(text)
     except ValueError:
         return None  # another gateway's header of the same name

@@ -1,7 +1,8 @@
 """Records to figures: one function a figure, each returns an ``<svg>`` element to stand inside a page.
 
-Colours are CSS variables of the page (``--series-1`` ...) and text is ``currentColor``, so a figure follows the
-reader's light or dark theme. matplotlib is imported when the first figure is drawn: it is in the ``load`` extra.
+Colours are CSS variables of the page (``--series-1`` ...) and text is ``currentColor``, so a figure follows
+the reader's light or dark theme. matplotlib is imported when the first figure is drawn: it is in the ``load``
+extra.
 """
 
 from __future__ import annotations
@@ -197,10 +198,12 @@ def _figure(*, key: str, columns: int = 1, height_in: float = 2.9) -> Iterator[t
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": key, "font.size": 10.0, "font.family": "sans-serif",
-             "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _FAINT, "xtick.color": _INK, "ytick.color": _INK,
-             "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-             "grid.color": _FAINT, "grid.linewidth": 0.7}
+    style: Any = {
+        "svg.fonttype": "none", "svg.hashsalt": key, "font.size": 10.0, "font.family": "sans-serif",
+        "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _FAINT, "xtick.color": _INK,
+        "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+        "axes.axisbelow": True, "grid.color": _FAINT, "grid.linewidth": 0.7,
+    }
     with rc_context(style):
         figure = Figure(figsize=(9.2, height_in), layout="constrained")
         yield figure, tuple(figure.subplots(1, columns, squeeze=False)[0])

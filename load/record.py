@@ -15,8 +15,9 @@ import msgspec
 from shared.errors import UserError
 
 Outcome = Literal["ok", "rejected", "failed", "interrupted", "dropped"]
-"""``ok``: the stream ended with its finish reason. ``rejected``: 429 or 503 before the first token. ``failed``: any other
-end. ``interrupted``: the replay was stopped first. ``dropped``: never sent, the valve on requests in flight was shut."""
+"""``ok``: the stream ended with its finish reason. ``rejected``: 429 or 503 before the first token. ``failed``: any
+other end. ``interrupted``: the replay was stopped first. ``dropped``: never sent, the valve on requests in flight
+was shut."""
 
 RUN_FILE, ROWS_FILE, REPORT_FILE = "run.json", "requests.jsonl", "report.html"
 
@@ -114,7 +115,8 @@ class RunWriter:
             raise ResultError(f"cannot write to {self.directory}: {error.strerror}; choose another --out") from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
@@ -143,7 +145,8 @@ def read_run(directory: Path) -> tuple[RunInfo, list[RunRecord]]:
         raise ResultError(f"{directory} holds no run ({error.filename}: {error.strerror}); "
                           "give a folder that `moonbus load run` wrote") from error
     except msgspec.DecodeError as error:
-        raise ResultError(f"{directory / RUN_FILE}: {error}; this file was not written by `moonbus load run`") from error
+        raise ResultError(f"{directory / RUN_FILE}: {error}; this file was not written by "
+                          "`moonbus load run`") from error
     *whole, _cut_off = lines  # every whole line ends with a newline, so the rest is empty or cut off
     decoder = msgspec.json.Decoder(RunRecord)
     records: list[RunRecord] = []

@@ -1,7 +1,7 @@
 """One run, one page: figures, tables and the definitions they rest on, in a single HTML file.
 
-The page needs nothing from the network, follows the reader's light or dark theme, and is made again from the run's
-folder at any time with `moonbus load report`.
+The page needs nothing from the network, follows the reader's light or dark theme, and is made again from the
+run's folder at any time with `moonbus load report`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _latency(summary: slo.Summary) -> list[Row]:
         ("TBT", summary.tbt, "mean of the longest tenth of a request's gaps between chunks (one gap at least)"),
         ("mean gap", summary.mean_gap, "mean of all of a request's gaps"),
         ("whole request", summary.total, "sending to the end of the stream"),
-        ("schedule lag", summary.lag, "how much later than scheduled requests left; large means the client was too slow"),
+        ("schedule lag", summary.lag, "how much later than scheduled requests left; large means a client too slow"),
     )
     return [Row(name, _distribution(distribution), meaning) for name, distribution, meaning in rows]
 
@@ -170,7 +170,8 @@ def _objectives(summary: slo.Summary, bounds: slo.Slo) -> list[Row]:
 def _cache(cache: slo.CacheUse) -> list[Row]:
     error = "–" if cache.mean_error_tokens is None else f"{cache.mean_error_tokens:.1f} tokens"
     return [
-        Row("prompt", (f"{cache.prompt_tokens:,}", ""), f"as the server counted them, over {cache.requests} finished requests"),
+        Row("prompt", (f"{cache.prompt_tokens:,}", ""),
+            f"as the server counted them, over {cache.requests} finished requests"),
         Row("possible", (f"{cache.shared_tokens:,}", _share(cache.shared_tokens, cache.prompt_tokens)),
             "shared with an earlier request of the run; whole blocks only can be reused, so a little less is in reach"),
         Row("predicted", (f"{cache.predicted_tokens:,}", _share(cache.predicted_tokens, cache.prompt_tokens)),

@@ -25,7 +25,10 @@ from load.record import ResultError, RunInfo, RunWriter
 from load.slo import percentile
 from load.workload import prompts, traces
 from shared.clock import SystemClock
-from shared.errors import UserError
+from shared.errors import ModelError, UserError
+from shared.models import resolve
+from shared.settings import CommonSettings
+from shared.settings import load as load_settings
 from shared.units import format_seconds
 
 _PROBE_WORDS = (16, 64)
@@ -33,7 +36,7 @@ _REFRESH_S = 0.25
 
 
 class PromptKind(StrEnum):
-    """What prompts are made of; ``auto`` takes token ids where the gateway tells its vocabulary, else text."""
+    """What prompts are made of; ``auto`` takes token ids where the vocabulary's size is known, else text."""
 
     AUTO = "auto"
     TOKENS = "tokens"
@@ -64,8 +67,8 @@ class RunOptions:
 async def run(options: RunOptions, console: Console) -> None:
     """Replays and leaves ``run.json``, ``requests.jsonl`` and the report in ``options.out``.
 
-    SIGINT and SIGTERM end it early, see :class:`load.live.Stop`. Raises :class:`shared.errors.UserError` with one
-    line when the trace, the gateway or the folder cannot be used.
+    SIGINT and SIGTERM end it early, see :class:`load.live.Stop`. Raises :class:`shared.errors.UserError` with
+    one line when the trace, the gateway or the folder cannot be used.
     """
     trace = traces.read(options.trace, limit=options.limit, block_tokens=options.block_tokens)
     clock = SystemClock()
@@ -74,11 +77,11 @@ async def run(options: RunOptions, console: Console) -> None:
     async with connect(options.url, clock=clock.monotonic, timeout_s=options.timeout_s, headers=headers) as client:
         model = _pick(await client.models(), options.replay.model, options.url)
         scaling = options.scaling
-        if scaling.max_input is None and model.max_context is not None:
-            room = model.max_context - (scaling.max_output or 0)
+        if scaling.max_input is None and model.max_model_len is not None:
+            room = model.max_model_len - (scaling.max_output or 0)
             if room < 1:
-                raise UserError(f"--max-output is {scaling.max_output} and model {model.id} takes {model.max_context} "
-                                "tokens in all; give a smaller --max-output")
+                raise UserError(f"--max-output is {scaling.max_output} and model {model.id} takes "
+                                f"{model.max_model_len} tokens in all; give a smaller --max-output")
             scaling = replace(scaling, max_input=room)
         replay_options = replace(options.replay, model=model.id)
         contents = await _contents(client, options.prompt_kind, replay_options, model)
@@ -118,7 +121,8 @@ def _planned(trace: traces.Trace, scaling: prompts.Scaling) -> list[prompts.Plan
 
 def _pick(models: list[Model], wanted: str, url: str) -> Model:
     if not models:
-        raise GatewayError(f"{url} serves no model yet; wait until a worker has registered (`moonbus workers` lists them)")
+        raise GatewayError(f"{url} serves no model yet; wait until a worker has registered "
+                           "(`moonbus workers` lists them)")
     for model in models:
         if wanted in ("", model.id):
             return model
@@ -128,14 +132,15 @@ def _pick(models: list[Model], wanted: str, url: str) -> Model:
 async def _contents(client: GatewayClient, kind: PromptKind, options: ReplayOptions,
                     model: Model) -> Callable[[prompts.Plan], Prompt]:
     """How plans become prompts for this gateway."""
-    if kind is PromptKind.AUTO:
-        ids_work = options.api == "completions" and model.vocab_size is not None
-        kind = PromptKind.TOKENS if ids_work else PromptKind.TEXT
-    if kind is PromptKind.TOKENS:
-        if model.vocab_size is None:
-            raise GatewayError(f"the gateway does not tell the vocabulary of {model.id}; use --prompt text")
+    vocab_size = None
+    if options.api == "completions" and kind is not PromptKind.TEXT:
+        vocab_size = model.vocab_size or _local_vocab(model.id)
+        if vocab_size is None and kind is PromptKind.TOKENS:
+            raise GatewayError(f"the gateway does not tell the vocabulary of {model.id} and the model is not in "
+                               "the cache directory here; use --prompt text")
+    if vocab_size is not None:
         # The middle half: special tokens sit at either end of a vocabulary.
-        vocabulary = range(model.vocab_size // 4, max(model.vocab_size * 3 // 4, model.vocab_size // 4 + 1))
+        vocabulary = range(vocab_size // 4, max(vocab_size * 3 // 4, vocab_size // 4 + 1))
         return partial(prompts.token_ids, vocabulary=vocabulary, seed=options.seed)
     samples: list[tuple[int, int]] = []
     for num_words in _PROBE_WORDS:
@@ -145,6 +150,14 @@ async def _contents(client: GatewayClient, kind: PromptKind, options: ReplayOpti
                                f"{answer.code or answer.status} {answer.message or 'no usage in the stream'}")
         samples.append((num_words, answer.prompt_tokens))
     return partial(prompts.text, words_per_token=prompts.words_per_token(samples), seed=options.seed)
+
+
+def _local_vocab(name: str) -> int | None:
+    """The vocabulary's size from the model's files, when they lie in the cache directory here."""
+    try:
+        return resolve(name, load_settings(CommonSettings, "load").cache_path()).vocab
+    except ModelError:
+        return None  # served from elsewhere
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Writes the reference pages that must never differ from the code: settings and messages.
 
-`python -m services.docgen docs` regenerates them; a test compares. Types, defaults and descriptions come from the
-settings classes, subjects from ``shared.bus.subjects``, the messages' fields from the source of ``shared.messages``:
-there a field's sentence stands under it, which only the source keeps.
+`python -m services.docgen docs` regenerates them; a test compares. Types, defaults and descriptions come from
+the
+settings classes, subjects from ``shared.bus.subjects``, the messages' fields from the source of
+``shared.messages``: there a field's sentence stands under it, which only the source keeps.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ A setting is taken from the first of these that has it:
 4. the table `[<service>]` and then the top level of the TOML file that `MOONBUS_CONFIG` names,
 5. the default.
 
-Durations are written like `250ms`, `30s`, `5min`; sizes like `512MiB`, `16GiB`; lists with commas; switches as
+Durations are written like `250ms`, `30s`, `5min`; sizes like `512MiB`, `16GiB`; lists with commas; switches
+as
 `true` or `false`. A wrong value stops the start with its name, the value and what was expected."""
 
 
@@ -105,9 +107,10 @@ def wire() -> str:
 
 
 _MESSAGES_INTRODUCTION = """\
-Every message is a MessagePack map with its name under `type`. Fields at their default are left out; unknown fields are
-ignored. A field never changes its meaning, new ones come last and have a default. Token ids travel as packed
-little-endian u32, block keys as 32 bytes each, back to back. The W3C trace context is in the NATS headers.
+Every message is a MessagePack map with its name under `type`. Fields at their default are left out; unknown
+fields are ignored. A field never changes its meaning, new ones come last and have a default. Token ids travel
+as packed little-endian u32, block keys as 32 bytes each, back to back. The W3C trace context is in the NATS
+headers.
 
 KV bytes never travel here: they go from memory to memory, see [architecture](architecture.md)."""
 
@@ -164,7 +167,8 @@ def _structs() -> list[_StructSource]:
                 and issubclass(value, msgspec.Struct) and value.__module__ != "shared.messages.base"]
     modules = list(dict.fromkeys(sys.modules[kind.__module__] for kind in sorted(exported, key=_module_order)))
     by_name = {kind.__name__: kind for kind in exported}
-    return [_struct(node, by_name[node.name]) for module in modules for node in _classes(module) if node.name in by_name]
+    return [_struct(node, by_name[node.name])
+            for module in modules for node in _classes(module) if node.name in by_name]
 
 
 def _module_order(kind: type) -> tuple[int, str]:

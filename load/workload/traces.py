@@ -1,11 +1,11 @@
 """Traces to arrivals: the Mooncake JSON-lines format and the Azure LLM inference CSV.
 
-Mooncake: one object a line with ``timestamp`` (milliseconds from the start), ``input_length`` and ``output_length``
-(tokens) and ``hash_ids``, one id for each ``block_tokens`` tokens of the prompt, the last one maybe of a partial block.
-An id names a block *and everything before it*: two prompts that carry the same id share that whole prefix. So an id
-has one place and one parent in the whole file, which the reader checks.
-Azure: columns ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``. It says nothing about sharing, so every prompt
-is its own.
+Mooncake: one object a line with ``timestamp`` (milliseconds from the start), ``input_length`` and
+``output_length`` (tokens) and ``hash_ids``, one id for each ``block_tokens`` tokens of the prompt, the last
+one maybe of a partial block. An id names a block *and everything before it*: two prompts that carry the same
+id share that whole prefix. So an id has one place and one parent in the whole file, which the reader checks.
+Azure: columns ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``. It says nothing about sharing, so every
+prompt is its own.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def read(path: Path, *, limit: int | None = None, block_tokens: int = MOONCAKE_B
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = _azure(path, file, block_tokens) if path.suffix.lower() == ".csv" else _mooncake(path, file, block_tokens)
-            arrivals = tuple(islice(rows, limit))
+            read_rows = _azure if path.suffix.lower() == ".csv" else _mooncake
+            arrivals = tuple(islice(read_rows(path, file, block_tokens), limit))
     except UnicodeDecodeError as error:
         raise TraceError(path, f"not UTF-8 text ({error.reason}); expected JSON lines or an Azure CSV") from error
     except OSError as error:
@@ -127,7 +127,8 @@ def _azure(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[Arri
     reader = csv.DictReader(lines)
     missing = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
-        raise TraceError(path, f"column {missing[0]} is missing; an Azure trace has {', '.join(_AZURE_COLUMNS)}", line=1)
+        raise TraceError(path, f"column {missing[0]} is missing; an Azure trace has {', '.join(_AZURE_COLUMNS)}",
+                         line=1)
     start: datetime | None = None
     previous_s = 0.0
     for index, row in enumerate(reader):
@@ -141,9 +142,11 @@ def _azure(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[Arri
         except (TypeError, ValueError, AttributeError) as error:
             raise TraceError(path, f"not a row of {', '.join(_AZURE_COLUMNS)}: {error}", line=line) from error
         if at_s < previous_s:
-            raise TraceError(path, f"{row['TIMESTAMP']} is before an earlier line; sort the file by TIMESTAMP", line=line)
+            raise TraceError(path, f"{row['TIMESTAMP']} is before an earlier line; sort the file by TIMESTAMP",
+                             line=line)
         if input_tokens < 1 or output_tokens < 0:
-            raise TraceError(path, f"ContextTokens {input_tokens} or GeneratedTokens {output_tokens} is too small", line=line)
+            raise TraceError(path, f"ContextTokens {input_tokens} or GeneratedTokens {output_tokens} is too small",
+                             line=line)
         previous_s = at_s
         yield Arrival(index, at_s, input_tokens, output_tokens,
                       _unshared_ids(index, -(-input_tokens // block_tokens)))

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from load.live import Progress, ReplayOptions, Stop, replay
 from load.record import REPORT_FILE, RunRecord, read_run
 from load.workload.prompts import Plan, Planner, Scaling, token_ids
 from load.workload.traces import Arrival, read
+from tests.support.eventually import eventually
 from tests.support.scripted_gateway import BLOCK_TOKENS, Script, ScriptedGateway, rejection, serving
 
 DEADLINE_S = 30
@@ -130,9 +131,13 @@ def plans_for(arrivals: list[Arrival], scaling: Scaling | None = None) -> list[P
 
 
 def arrivals(count: int, *, every_s: float = 0.0, turns: int = 5) -> list[Arrival]:
-    """``count`` arrivals of chats with ``turns`` growing prompts each: turn n has the blocks of turn n-1 and one more."""
-    return [Arrival(i, i * every_s, 64 * (i % turns + 1), 4, tuple(i // turns * turns + block for block in range(i % turns + 1)))
-            for i in range(count)]
+    """Chats of ``turns`` growing prompts each: a turn has the blocks of the one before it and one more."""
+    found = []
+    for i in range(count):
+        chat, turn = divmod(i, turns)
+        ids = tuple(chat * turns + block for block in range(turn + 1))
+        found.append(Arrival(i, i * every_s, 64 * len(ids), 4, ids))
+    return found
 
 
 class Run:
@@ -200,7 +205,7 @@ async def test_the_valve_drops_and_counts(gateway: ScriptedGateway, client: Gate
     gateway.script = lambda index, body: Script(hold_before=hold)
     run = Run(client, plans_for(arrivals(8)), max_in_flight=3)
     await gateway.wait_arrived(3)
-    await until(lambda: len(run.records) == 5)
+    await eventually(lambda: len(run.records) == 5)
     assert {record.outcome for record in run.records} == {"dropped"}
     hold.set()
     await run.ended()
@@ -212,7 +217,7 @@ async def test_first_stop_lets_requests_end_second_cancels(gateway: ScriptedGate
     gateway.script = lambda index, body: Script(hold=hold if index else None)
     run = Run(client, [*plans_for(arrivals(3)), *plans_for([Arrival(3, 1e6, 64, 4, (99,))])], grace_s=DEADLINE_S * 2.0)
     await gateway.wait_arrived(3)
-    await until(lambda: run.progress.done == 1)
+    await eventually(lambda: run.progress.done == 1)
     run.stop.press()
     run.stop.press()
     await run.ended()
@@ -246,8 +251,8 @@ async def test_a_full_disk_ends_the_replay_with_its_error(gateway: ScriptedGatew
 
 async def test_run_leaves_records_and_a_report(gateway: ScriptedGateway, tmp_path: Path) -> None:
     trace = write_trace(tmp_path, count=30)
-    code, stdout, stderr = await cli("run", "--trace", trace, "--url", gateway.url, "--rate-scale", "100",
-                                     "--length-scale", "0.1", "--max-output", "3", "--out", tmp_path / "out", "--ask-slo")
+    code, stdout, stderr = await cli("run", "--trace", trace, "--url", gateway.url, "--rate-scale", "100", "--ask-slo",
+                                     "--length-scale", "0.1", "--max-output", "3", "--out", tmp_path / "out")
     assert code == 0, stderr
     info, records = read_run(tmp_path / "out")
     assert len(records) == 30 and {record.outcome for record in records} == {"ok"}
@@ -265,7 +270,8 @@ async def test_run_leaves_records_and_a_report(gateway: ScriptedGateway, tmp_pat
 async def test_text_prompts_are_measured_first(gateway: ScriptedGateway, tmp_path: Path) -> None:
     gateway.models = [{"id": "other"}, {"id": "scripted"}]  # neither context nor vocabulary told
     code, _, stderr = await cli("run", "--trace", write_trace(tmp_path, count=2), "--url", gateway.url, "--model",
-                                "scripted", "--api", "chat", "--rate-scale", "100", "--out", tmp_path / "out")
+                                "scripted", "--rate-scale", "100", "--out", tmp_path / "out",
+                                MOONBUS_CACHE_DIR=str(tmp_path))
     assert code == 0, stderr
     _, records = read_run(tmp_path / "out")
     assert len(gateway.requests) == 4  # two of them to measure
@@ -290,7 +296,7 @@ async def test_killed_run_keeps_its_records(gateway: ScriptedGateway, tmp_path: 
     process = await start_cli("run", "--trace", write_trace(tmp_path, count=3, last_at_ms=10**7), "--url", gateway.url,
                               "--out", tmp_path / "out")
     rows = tmp_path / "out" / "requests.jsonl"
-    await until(lambda: rows.exists() and rows.read_bytes().count(b"\n") == 2)
+    await eventually(lambda: rows.exists() and rows.read_bytes().count(b"\n") == 2, timeout_s=DEADLINE_S)
     process.kill()
     await output(process)
     code, _, stderr = await cli("report", tmp_path / "out")
@@ -363,12 +369,6 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def in_this_process(*arguments: object) -> tuple[int, str, str]:
     """The command without a process of its own: quick, and good for what ends before the replay starts."""
     result = await asyncio.to_thread(CliRunner().invoke, app, [str(argument) for argument in arguments])
@@ -379,7 +379,8 @@ async def start_cli(*arguments: object, **env: str) -> asyncio.subprocess.Proces
     root = Path(__file__).parents[2]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MOONBUS_")}
     return await asyncio.create_subprocess_exec(
-        *CLI, *(str(argument) for argument in arguments), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        *CLI, *(str(argument) for argument in arguments),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**inherited, "PYTHONPATH": str(root), "COLUMNS": "200", **env})
 
 

@@ -1,6 +1,7 @@
 """A gateway made of a script: real HTTP and SSE over a real socket, with the failures a test wants.
 
-It counts prefix hits over what it has answered, in blocks of ``BLOCK_TOKENS``, so its ``cached_tokens`` are true.
+It counts prefix hits over what it has answered, in blocks of ``BLOCK_TOKENS``, so its ``cached_tokens`` are
+true.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ScriptedGateway:
 
     script: Callable[[int, dict[str, Any]], Script] = lambda index, body: Script()
     models: list[dict[str, Any]] = field(
-        default_factory=lambda: [{"id": "scripted", "max_context": 4096, "vocab_size": 32000}])
+        default_factory=lambda: [{"id": "scripted", "max_model_len": 4096, "vocab_size": 32000}])
     #: bodies of the requests, in order of arrival
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -96,7 +97,8 @@ class ScriptedGateway:
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
         if chat:
-            await event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+            opening = {"role": "assistant", "content": ""}
+            await event({"choices": [{"index": 0, "delta": opening, "finish_reason": None}]})
         for number, chunk in enumerate(chunks):
             content = {"delta": {"content": chunk}} if chat else {"text": chunk}
             await event({"choices": [{"index": 0, **content, "finish_reason": None}]})

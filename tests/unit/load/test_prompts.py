@@ -19,7 +19,8 @@ GOLDEN_TEXT = "field field foot floor practice tree"
 def arrivals_of(paths: list[list[int]], block_tokens: int, tails: list[int]) -> list[Arrival]:
     """Arrivals whose prompts walk ``paths`` of a tree: a path is the child number taken at each depth.
 
-    Ids are numbered in order of first use, as in a trace. The last block of a path is as long as its id's tail.
+    Ids are numbered in order of first use, as in a trace. The last block of a path is as long as its id's
+    tail.
     """
     ids: dict[tuple[int, ...], int] = {}
     tail_of: dict[int, int] = {}
@@ -88,7 +89,7 @@ def test_an_answer_has_a_token_at_least() -> None:
 
 
 def test_a_scale_that_loses_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 0.001953"):
+    with pytest.raises(ValueError, match=r"at least 0\.001953"):
         Planner(block_tokens=512, scaling=Scaling(length_scale=0.001))
 
 
