@@ -27,6 +27,9 @@ class Member:
     load: Load | None = None
     state: State = "alive"
     draining: bool = False
+    """It said in its last load that it takes no new work."""
+    left: bool = False
+    """It said bye: nothing of this life revives it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Membership:
             return [Conflict(hello, conflict)]
         known = self.members.get(hello.worker)
         if known is not None and known.hello.incarnation == hello.incarnation:
-            if known.state == "dead" and known.draining:
+            if known.left:
                 return []  # a hello that was overtaken by its own bye
             known.hello = hello
             return self._heard(known, now=now)
@@ -98,7 +101,7 @@ class Membership:
         known = self.members.get(load.worker)
         if known is None or known.hello.incarnation != load.incarnation:
             return [Unknown(load.worker)]
-        if known.state == "dead" and known.draining:
+        if known.left:
             return []  # it said bye: a heartbeat that was under way does not revive it
         known.load, known.draining = load, load.draining
         return self._heard(known, now=now)
@@ -106,10 +109,10 @@ class Membership:
     def bye(self, bye: Bye) -> list[Change]:
         """An orderly leave."""
         known = self.members.get(bye.worker)
-        if known is None or known.hello.incarnation != bye.incarnation or known.state == "dead":
+        if known is None or known.hello.incarnation != bye.incarnation:
             return []
-        known.draining = True
-        return [self._change(known, "dead", bye.reason or "said bye")]
+        known.left = True
+        return [] if known.state == "dead" else [self._change(known, "dead", bye.reason or "said bye")]
 
     def gone(self, worker: WorkerId, incarnation: Incarnation) -> list[Change]:
         """Somebody found that nobody listens on the worker's subjects any more: its connection is closed."""
@@ -121,7 +124,7 @@ class Membership:
     def tick(self, *, now: float) -> list[Change]:
         """Lets time pass; call it at least every half ``suspect_after_s``."""
         if self._ticked_s is not None:
-            lag_s = (now - self._ticked_s) - self.suspect_after_s
+            lag_s = (now - self._ticked_s) - self.suspect_after_s / 2
             if lag_s > 0:  # we ourselves did not run: nobody was silent, we were deaf
                 for member in self.members.values():
                     member.heard_s += lag_s

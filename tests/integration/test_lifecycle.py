@@ -64,7 +64,7 @@ async def test_a_service_is_ready_serves_its_admin_port_and_drains() -> None:
         assert (await get(line["admin"], "/ready")).status_code == 200
         metrics = await get(line["admin"], "/metrics")
         assert metrics.headers["content-type"].startswith("text/plain; version=")
-        assert "moonbus_bus_undecodable_total" in metrics.text
+        assert "process_resident_memory_bytes" in metrics.text
         assert (await get(line["admin"], "/nothing")).status_code == 404
         service.process.send_signal(signal.SIGTERM)
         code, said = await service.ended()

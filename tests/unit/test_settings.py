@@ -1,0 +1,95 @@
+"""Settings: where a value comes from, and what a wrong one gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from msgspec import Meta
+
+from shared.errors import SettingError
+from shared.settings import BYTES, SECONDS, CommonSettings, describe, load
+
+
+class Settings(CommonSettings, frozen=True, kw_only=True):
+    """One of each kind."""
+
+    name: Annotated[str, Meta(description="A word.")] = "word"
+    count: Annotated[int, Meta(description="A number.", ge=1)] = 3
+    on: Annotated[bool, Meta(description="A switch.")] = False
+    size: Annotated[int, Meta(description="A size.", extra=BYTES)] = 1024
+    wait_s: Annotated[float, Meta(description="A wait.", gt=0, extra=SECONDS)] = 1.0
+    names: Annotated[list[str], Meta(description="Several words.")] = []
+
+
+def test_defaults() -> None:
+    settings = load(Settings, "store-manager", env={})
+    assert (settings.name, settings.count, settings.on, settings.size, settings.wait_s) == ("word", 3, False, 1024, 1.0)
+    assert settings.nats_url == "nats://127.0.0.1:4222"
+
+
+def test_a_flag_beats_the_services_variable_beats_the_common_one_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "moonbus.toml"
+    file.write_text('name = "top"\ncount = 4\n[store-manager]\nname = "table"\n[gateway]\nname = "other"\n')
+    env = {"MOONBUS_CONFIG": str(file)}
+    assert load(Settings, "store-manager", env=env).name == "table"
+    assert load(Settings, "store-manager", env=env).count == 4
+    assert load(Settings, "decode", env=env).name == "top"
+    env["MOONBUS_NAME"] = "common"
+    assert load(Settings, "store-manager", env=env).name == "common"
+    env["MOONBUS_STORE_MANAGER_NAME"] = "own"
+    assert load(Settings, "store-manager", env=env).name == "own"
+    assert load(Settings, "store-manager", env=env, overrides={"name": "flag"}).name == "flag"
+    assert load(Settings, "store-manager", env=env, overrides={"name": None}).name == "own"
+
+
+def test_values_are_read_as_people_write_them() -> None:
+    settings = load(Settings, "x", env={
+        "MOONBUS_COUNT": "12", "MOONBUS_ON": "yes", "MOONBUS_SIZE": "2GiB", "MOONBUS_WAIT_S": "250ms",
+        "MOONBUS_NAMES": "a, b,,c",
+    })
+    assert (settings.count, settings.on, settings.size, settings.wait_s) == (12, True, 2 * 2**30, 0.25)
+    assert settings.names == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("text", "on"), [("true", True), ("1", True), ("on", True), ("false", False), ("no", False)])
+def test_switches(text: str, on: bool) -> None:
+    assert load(Settings, "x", env={"MOONBUS_ON": text}).on is on
+
+
+@pytest.mark.parametrize(("variable", "value"), [
+    ("MOONBUS_COUNT", "many"), ("MOONBUS_COUNT", "0"), ("MOONBUS_SIZE", "huge"), ("MOONBUS_WAIT_S", "soon"),
+    ("MOONBUS_WAIT_S", "0"), ("MOONBUS_ON", "perhaps"), ("MOONBUS_X_COUNT", "-1"),
+])
+def test_a_wrong_value_is_one_line_with_name_value_and_what_was_expected(variable: str, value: str) -> None:
+    with pytest.raises(SettingError) as wrong:
+        load(Settings, "x", env={variable: value})
+    line = str(wrong.value)
+    assert line.startswith(f"setting {variable} is {value!r}; expected ") or line.startswith(f"setting {variable} is ")
+    assert "\n" not in line
+
+
+def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
+    for text in (None, "name = ", ):
+        file = tmp_path / "moonbus.toml"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(SettingError, match="setting MOONBUS_CONFIG is .*; expected a readable TOML file"):
+            load(Settings, "x", env={"MOONBUS_CONFIG": str(file)})
+
+
+def test_a_wrong_value_in_the_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "moonbus.toml"
+    file.write_text("count = 0\n")
+    with pytest.raises(SettingError, match=f"setting count in {file} is 0"):
+        load(Settings, "x", env={"MOONBUS_CONFIG": str(file)})
+
+
+def test_the_reference_has_every_field_in_order() -> None:
+    fields = {field.name: field for field in describe(Settings, "store-manager")}
+    assert list(fields)[-6:] == ["name", "count", "on", "size", "wait_s", "names"]
+    assert fields["size"].env == "MOONBUS_STORE_MANAGER_SIZE"
+    assert fields["size"].kind == "int (bytes)"
+    assert fields["count"].default == 3
+    assert all(field.description for field in fields.values())
