@@ -1,0 +1,210 @@
+"""Prefill and decode workers on real NATS, with a real (tiny) model: reuse, loss, corruption, cancel, preemption."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from shared.engine.pull import pull
+from shared.ids import WorkerId
+from shared.messages import Refused, Reserved, Sampling
+from tests.support.eventually import Eventually
+from tests.support.workers import Workers, open_workers
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    pull("tiny-random", directory, lambda stage, done, total: None)
+    return directory
+
+
+@pytest_asyncio.fixture
+async def workers(nats_url: str, cache: Path) -> AsyncIterator[Workers]:
+    async with open_workers(nats_url, cache) as opened:
+        yield opened
+        for worker in opened.everybody:
+            worker.agent.pool.check_invariants()
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(5, 250) for _ in range(length)]
+
+
+def clean(workers: Workers) -> bool:
+    """Nobody holds anything of a request any more."""
+    return all(worker.agent.pool.statistics().private == 0 and worker.agent.pool.statistics().pinned == 0
+               for worker in workers.everybody)
+
+
+async def test_cold_warm_and_fetched_answers_are_the_same(workers: Workers, eventually: Eventually) -> None:
+    tokens = prompt(100)
+    cold = await workers.asker.ask(workers.p1, workers.d1, tokens)
+    assert cold.hit_tokens == 0 and cold.finish == "length" and len(cold.tokens) == 8
+    warm = await workers.asker.ask(workers.p1, workers.d1, tokens)
+    assert warm.hit_tokens == 96
+    fetched = await workers.asker.ask(workers.p2, workers.d1, tokens, sources=[(workers.p1, 0, 6)])
+    assert fetched.stages is not None
+    assert (fetched.stages.fetched_blocks, fetched.stages.hit_tokens) == (6, 96)
+    assert fetched.stages.fetch_path in ("copy", "shm", "tcp")
+    assert cold.tokens == warm.tokens == fetched.tokens
+    await eventually(lambda: clean(workers), "everything given back")
+
+
+@pytest.mark.parametrize("path", ["copy", "shm", "tcp"])
+async def test_every_path_gives_the_same_answer(nats_url: str, cache: Path, path: str) -> None:
+    tokens = prompt(75, seed=2)
+    async with open_workers(nats_url, cache, transfer_paths=(path,)) as workers:
+        cold = await workers.asker.ask(workers.p1, workers.d1, tokens)
+        fetched = await workers.asker.ask(workers.p2, workers.d1, tokens, sources=[(workers.p1, 0, 4)])
+        assert cold.tokens == fetched.tokens
+        assert fetched.stages is not None and fetched.stages.fetch_path == path
+        assert cold.stages is not None and cold.stages.push_path == path
+
+
+async def test_two_owners_serve_one_prefix(nats_url: str, cache: Path) -> None:
+    tokens = prompt(100, seed=3)
+    async with open_workers(nats_url, cache, prefills=3) as workers:
+        reference = await workers.asker.ask(workers.p1, workers.d1, tokens, salt="reference")
+        await workers.asker.ask(workers.p1, workers.d1, tokens)
+        await workers.asker.ask(workers.p2, workers.d1, tokens)
+        both = await workers.asker.ask(workers.prefills[2], workers.d1, tokens,
+                                       sources=[(workers.p1, 0, 2), (workers.p2, 2, 3)])
+        assert both.stages is not None and both.stages.fetched_blocks == 5
+        assert both.tokens == reference.tokens
+
+
+async def test_the_next_turn_of_a_chat_begins_with_what_decode_kept(workers: Workers, eventually: Eventually) -> None:
+    first = prompt(40, seed=4)
+    turn = await workers.asker.ask(workers.p1, workers.d1, first, max_tokens=30)
+    longer = first + turn.tokens + prompt(20, seed=5)
+    kept = workers.asker.keys(first + turn.tokens)
+    await eventually(lambda: {bytes(key) for key in kept} <= workers.asker.announced.get("decode-1", set()))
+    again = await workers.asker.ask(workers.p2, workers.d1, longer, sources=[(workers.d1, 0, len(kept))])
+    assert again.hit_tokens == len(kept) * 16
+    reference = await workers.asker.ask(workers.p2, workers.d1, longer, salt="reference")
+    assert again.tokens == reference.tokens
+
+
+async def test_a_promise_that_is_not_kept_is_computed(workers: Workers) -> None:
+    tokens = prompt(100, seed=6)
+    reference = await workers.asker.ask(workers.p1, workers.d1, tokens, salt="reference")
+    nothing = await workers.asker.ask(workers.p2, workers.d1, tokens, sources=[(workers.p1, 0, 6)])
+    assert nothing.stages is not None
+    assert (nothing.stages.fetched_blocks, nothing.stages.fetch_failed_blocks) == (0, 6)
+    assert nothing.tokens == reference.tokens
+
+
+async def test_an_owner_that_is_gone_costs_no_wait(workers: Workers) -> None:
+    tokens = prompt(60, seed=7)
+    job, reserved = await workers.asker.reserve(workers.d1.id, tokens, Sampling(max_tokens=4))
+    assert isinstance(reserved, Reserved)
+    from shared.messages import Source
+    source = Source(owner=WorkerId("nobody"), incarnation=workers.p1.incarnation, first_block=0, num_blocks=3)
+    await workers.asker.dispatch(workers.p1.id, workers.d1.id, job, reserved, [source])
+    answer = workers.asker.answers[job.request]
+    await asyncio.wait_for(answer.over.wait(), 3)
+    assert answer.finish == "length" and answer.hit_tokens == 0
+
+
+async def test_corrupt_blocks_are_computed_and_corrupt_layers_sent_again(nats_url: str, cache: Path) -> None:
+    tokens = prompt(120, seed=8)
+    every = {"prefill-1": {"transfer_corrupt_every": 5}}
+    async with open_workers(nats_url, cache, settings=every) as workers:
+        reference = await workers.asker.ask(workers.p2, workers.d1, tokens, salt="reference")
+        pushed = await workers.asker.ask(workers.p1, workers.d1, tokens)
+        fetched = await workers.asker.ask(workers.p2, workers.d1, tokens, sources=[(workers.p1, 0, 7)])
+        assert fetched.stages is not None and fetched.stages.fetch_failed_blocks > 0
+        assert reference.tokens == pushed.tokens == fetched.tokens
+
+
+async def test_cancel_frees_everything_at_once(workers: Workers, eventually: Eventually) -> None:
+    job, reserved = await workers.asker.reserve(workers.d1.id, prompt(90, seed=9), Sampling(max_tokens=3_000))
+    assert isinstance(reserved, Reserved)
+    await workers.asker.dispatch(workers.p1.id, workers.d1.id, job, reserved)
+    answer = workers.asker.answers[job.request]
+    await eventually(lambda: len(answer.tokens) > 3)
+    await workers.asker.cancel(job.request)
+    await eventually(lambda: clean(workers), "everything given back", timeout_s=1)
+    seen = len(answer.tokens)
+    other = await workers.asker.ask(workers.p1, workers.d1, prompt(20, seed=10))
+    assert len(answer.tokens) == seen and other.finish == "length"
+
+
+async def test_a_reservation_without_handover_ends_by_itself(workers: Workers, eventually: Eventually) -> None:
+    job, reserved = await workers.asker.reserve(workers.d1.id, prompt(50), Sampling(max_tokens=5), deadline_s=0.3)
+    assert isinstance(reserved, Reserved)
+    await eventually(lambda: clean(workers) and not workers.d1.agent.pool.statistics().private)
+    answer = workers.asker.answers[job.request]
+    await eventually(lambda: answer.failure is not None)
+    assert answer.failure is not None and answer.failure.code == "deadline" and answer.failure.retryable
+
+
+async def test_what_does_not_fit_is_refused_with_the_numbers(workers: Workers) -> None:
+    _, reply = await workers.asker.reserve(workers.d1.id, prompt(8_300), Sampling(max_tokens=5))
+    assert isinstance(reply, Refused) and reply.code == "capacity"
+    assert "519 blocks" in reply.message
+
+
+async def test_a_handover_that_brings_too_little_starts_nothing(workers: Workers, eventually: Eventually) -> None:
+    from shared.bus.subjects import JOB
+    from shared.messages import Handover, Stages
+    job, reserved = await workers.asker.reserve(workers.d1.id, prompt(50), Sampling(max_tokens=5))
+    assert isinstance(reserved, Reserved)
+    early = Handover(request=job.request, attempt=0, worker=workers.p1.id, first_token=7, stages=Stages())
+    reply = await workers.p1.bus.request(JOB.at(worker=workers.d1.id), early, timeout_s=5)
+    assert isinstance(reply, Refused) and reply.code == "incomplete"
+    assert workers.asker.answers[job.request].tokens == []
+    await eventually(lambda: clean(workers))
+
+
+async def test_a_broken_promise_on_pace_sends_it_back(workers: Workers, eventually: Eventually) -> None:
+    job, reserved = await workers.asker.reserve(workers.d1.id, prompt(50), Sampling(max_tokens=5), tbt_slo_s=1e-9)
+    assert isinstance(reserved, Reserved)
+    await workers.asker.dispatch(workers.p1.id, workers.d1.id, job, reserved)
+    answer = workers.asker.answers[job.request]
+    await asyncio.wait_for(answer.over.wait(), 5)
+    assert answer.failure is not None and answer.failure.code == "tbt" and answer.failure.worker == "decode-1"
+    await eventually(lambda: clean(workers))
+
+
+async def test_full_pools_evict_preempt_and_stay_right(nats_url: str, cache: Path, eventually: Eventually) -> None:
+    """Pools of a dozen blocks under eight requests at once: answers equal those of an idle cluster."""
+    prompts = [prompt(30 + 7 * n, seed=20 + n) for n in range(8)]
+    async with open_workers(nats_url, cache, prefills=1) as idle:
+        expected = [(await idle.asker.ask(idle.p1, idle.d1, tokens, max_tokens=40)).tokens for tokens in prompts]
+    async with open_workers(nats_url, cache, prefills=1, pool_bytes=14 * 8192) as workers:
+        async def insist(tokens: list[int]) -> list[int]:
+            while True:
+                job, reserved = await workers.asker.reserve(workers.d1.id, tokens, Sampling(max_tokens=40))
+                if isinstance(reserved, Refused):
+                    assert reserved.code == "capacity"
+                    await asyncio.sleep(0.02)
+                    continue
+                await workers.asker.dispatch(workers.p1.id, workers.d1.id, job, reserved)
+                answer = workers.asker.answers[job.request]
+                await asyncio.wait_for(answer.over.wait(), 30)
+                assert answer.failure is None, answer.failure
+                return answer.tokens
+        got = await asyncio.gather(*(insist(tokens) for tokens in prompts))
+        assert got == expected
+        await eventually(lambda: clean(workers))
+        for worker in workers.everybody:
+            held = {bytes(block.key) for block in worker.agent.pool.blocks()}
+            await eventually(lambda w=worker, h=held: workers.asker.announced.get(w.id, set()) == h,
+                             f"what {worker.id} announced is what it holds")
+
+
+async def test_a_sampled_answer_depends_on_the_seed_alone(workers: Workers) -> None:
+    tokens = prompt(50, seed=30)
+    sampled = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 20}
+    one = await workers.asker.ask(workers.p1, workers.d1, tokens, seed=1, **sampled)
+    again = await workers.asker.ask(workers.p2, workers.d1, tokens, seed=1, sources=[(workers.p1, 0, 3)], **sampled)
+    other = await workers.asker.ask(workers.p1, workers.d1, tokens, seed=2, **sampled)
+    assert one.tokens == again.tokens != other.tokens
