@@ -22,13 +22,13 @@ from shared.machine import Machine, Woke
 
 
 @dataclass(frozen=True)
-class after:  # noqa: N801 - reads as a word in scripts
+class after:
     """Moves time forward by so many seconds, waking the machine as it asks for."""
 
     seconds: float
 
 
-class like:  # noqa: N801 - reads as a word in scripts
+class like:
     """Equals a value of ``kind`` whose named fields are equal; a callable field is a predicate."""
 
     def __init__(self, kind: type, **fields: Any) -> None:

@@ -221,11 +221,12 @@ class Cluster:
         self._fetched(job)
         if (prefill := self.workers.get(job.prefill)) is not None:
             prefill.prefilling.pop(request, None)
-        if (decode := self.workers.get(job.decode)) is not None and decode.decoding.pop(request, None) is not None:
+        if (decode := self.workers.get(job.decode)) is not None:
+            decode.decoding.pop(request, None)
             if job.prefilled_s is not None:
-                residence_s = now - job.prefilled_s
-                decode.residence_s = (residence_s if decode.residence_s is None
-                                      else 0.9 * decode.residence_s + 0.1 * residence_s)
+                here_s = now - job.prefilled_s
+                known_s = decode.residence_s
+                decode.residence_s = here_s if known_s is None else 0.9 * known_s + 0.1 * here_s
         return True
 
     def progress(self, progress: Progress, now: float) -> None:
@@ -267,7 +268,7 @@ class Cluster:
             return
         worker.load, worker.load_s = load, now
         if load.role == "prefill":
-            self._compare(worker, load.queued_tokens, now)
+            self._compare(worker, load, now)
         if load.queued or load.running or load.queued_tokens:
             return
         settled_s = now - self._policy.settle_s
@@ -281,13 +282,14 @@ class Cluster:
         for worker in self.workers.values():
             worker.answer_tokens = 0.95 * worker.answer_tokens + 0.05 * completion_tokens
 
-    @staticmethod
-    def _compare(worker: Worker, queued_tokens: int, now: float) -> None:
+    def _compare(self, worker: Worker, load: Load, now: float) -> None:
         """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""
-        reached = [job for job in worker.prefilling.values() if job.placed_s <= now - _REACH_S]
+        reached = list(worker.prefilling.values())
+        if load.queued + load.running < len(reached):  # some are still on their way, or lost
+            reached = [job for job in reached if job.placed_s < now - self._policy.settle_s]
         ours = sum(job.computed_tokens for job in worker.prefilling.values())
-        worker.unexplained_tokens = max(queued_tokens - ours, 0)
-        computed = max(sum(job.computed_tokens for job in reached) - queued_tokens, 0)
+        worker.unexplained_tokens = max(load.queued_tokens - ours, 0)
+        computed = max(sum(job.computed_tokens for job in reached) - load.queued_tokens, 0)
         for job in reached:
             done = min(computed, job.computed_tokens)
             job.done_share = done / job.computed_tokens if job.computed_tokens else 0.0

@@ -194,6 +194,7 @@ class Conductor:
             case Started():
                 self._started_s = self._tick_s = now
                 self._converge_s = now + self._policy.rollcall_window_s
+                self._membership.tick(now=now)
                 return self._call_roll(now)
             case Reconnected():
                 return self._call_roll(now)
@@ -287,7 +288,7 @@ class Conductor:
             self._promises.end(progress.request)
         elif progress.stage == "prefill_started":
             self._promises.end_at(progress.request, now + job.work_s + self._policy.promise_s)
-        elif progress.stage == "prefilled":
+        else:
             self._promises.end_at(progress.request, now + self._policy.promise_s)
 
     def _over(self, request: RequestId, now: float, *, attempt: int = -1) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Literal
 
-from services.conductor.core.machine import Conductor, Started
+from services.conductor.core.machine import Conductor, Converged, Started
 from services.conductor.core.policy import Policy
 from shared.ids import BlockKey, ConductorId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import CacheSpec, Tier, block_keys, pack_keys, root_key
@@ -117,7 +117,7 @@ def empty_sync(request: Request) -> Answered:
 
 def stage(*hellos: Hello, machine: Conductor | None = None, **policy: Any) -> Playbook:
     """A conductor that knows these workers, all of them empty; announcements to replicas are ignored."""
-    play = Playbook(machine or conductor(**policy))
+    play = Playbook(machine or conductor(**policy), ignore=(Converged,))
     play >> Started()
     play.take()
     for one in hellos:

@@ -1,0 +1,253 @@
+"""Decisions: who gets it, what is reused, why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shared.ids import BlockKey, WorkerId
+from shared.machine import Publish, Reply
+from shared.messages import Placed, Placement, Profile, Rejection, Source
+from tests.support.playbook import Playbook, after, like
+from tests.unit.conductor.builders import (
+    BLOCK_TOKENS,
+    OTHER_SPEC,
+    SPEC,
+    answer,
+    ask,
+    chain,
+    hello,
+    life_of,
+    load,
+    progress,
+    stage,
+    stored,
+)
+
+SLOW_LINK = Profile(prefill_fixed_s=0.01, prefill_per_token_s=1e-3, prefill_per_token2_s=0.0, transfer_bytes_per_s=1e4)
+
+
+def two_and_one(**policy: Any) -> Playbook:
+    return stage(hello("p1"), hello("p2"), hello("d1", "decode"), **policy)
+
+
+def test_warm_prefix_wins_over_idle_worker() -> None:
+    doc = chain("doc", 8)
+    (two_and_one() >> stored("p1", 1, doc)
+        >> ask("r1", doc)
+        << like(Reply, message=like(Placement, prefill="p1", decode="d1", own_blocks=8, sources=[], hit_tokens=8 * BLOCK_TOKENS,
+                                    prefill_incarnation=life_of("p1"), decode_incarnation=life_of("d1")))
+        << like(Publish, address="placed", message=like(Placed, num_tokens=8 * BLOCK_TOKENS + 32))).done()
+
+
+def test_load_beats_a_tiny_prefix() -> None:
+    doc = chain("doc", 1)
+    play = two_and_one() >> stored("p1", 1, doc) >> load("p1", kv_seq=1, queued=1, queued_tokens=2000)
+    placement = answer(play, ask("r1", chain("long", 8, after=("doc", 1))))
+    assert placement.prefill == "p2"
+
+
+def test_the_last_token_is_always_computed() -> None:
+    doc = chain("doc", 4)
+    play = two_and_one() >> stored("p1", 1, doc)
+    exact = answer(play, ask("r1", doc, tokens=4 * BLOCK_TOKENS))
+    assert (exact.own_blocks, exact.hit_tokens) == (3, 3 * BLOCK_TOKENS)
+    assert exact.predicted_prefill_s == pytest.approx(0.01 + BLOCK_TOKENS * 1e-3)
+
+
+def test_blocks_are_pulled_when_that_is_cheaper_than_recomputing() -> None:
+    doc = chain("doc", 8)
+    play = two_and_one() >> stored("p1", 1, doc)
+    placement = answer(play, ask("r1", doc, exclude=[WorkerId("p1")]))
+    assert placement.prefill == "p2" and placement.own_blocks == 0
+    assert placement.sources == [Source(owner=WorkerId("p1"), incarnation=life_of("p1"), first_block=0, num_blocks=8)]
+    assert placement.hit_tokens == 8 * BLOCK_TOKENS
+    nbytes = 8 * SPEC.block_bytes
+    assert placement.predicted_transfer_s == pytest.approx(0.001 + nbytes / 1e8)
+
+
+def test_blocks_are_recomputed_when_that_is_cheaper_than_pulling() -> None:
+    doc = chain("doc", 8)
+    play = stage(hello("p1"), hello("p2", profile=SLOW_LINK), hello("d1", "decode")) >> stored("p1", 1, doc)
+    placement = answer(play, ask("r1", doc, exclude=[WorkerId("p1")]))
+    assert placement.prefill == "p2" and placement.sources == [] and placement.hit_tokens == 0
+    assert "pulling them would take" in placement.candidates[0].note
+
+
+def test_decode_workers_own_blocks_too_and_continue_what_prefill_has() -> None:
+    chat = chain("chat", 8)
+    play = two_and_one() >> stored("p1", 1, chat[:3]) >> stored("d1", 1, chat)
+    placement = answer(play, ask("r1", chat))
+    assert (placement.prefill, placement.own_blocks) == ("p1", 3)
+    assert placement.sources == [Source(owner=WorkerId("d1"), incarnation=life_of("d1"), first_block=3, num_blocks=5)]
+
+
+def test_several_owners_cover_a_prompt_together() -> None:
+    doc = chain("doc", 9)
+    play = stage(hello("p1"), hello("p2"), hello("p3"), hello("d1", "decode"))
+    play >> stored("p1", 1, doc[:4]) >> stored("p2", 1, doc[4:])
+    placement = answer(play, ask("r1", doc, exclude=[WorkerId("p1"), WorkerId("p2")]))
+    assert placement.prefill == "p3"
+    assert [(source.owner, source.first_block, source.num_blocks) for source in placement.sources] == [("p1", 0, 4), ("p2", 4, 5)]
+
+
+def test_of_equal_owners_the_one_on_the_same_host_sends() -> None:
+    doc = chain("doc", 4)
+    play = stage(hello("p1", host="far"), hello("p2", host="near"), hello("p3", host="near"), hello("d1", "decode"))
+    play >> stored("p1", 1, doc) >> stored("p2", 1, doc)
+    placement = answer(play, ask("r1", doc, exclude=[WorkerId("p1"), WorkerId("p2")]))
+    assert [source.owner for source in placement.sources] == ["p2"]
+
+
+def test_a_burst_of_siblings_spreads_and_reuses() -> None:
+    doc = chain("doc", 20)
+    play = stage(*(hello(f"p{i}") for i in range(4)), hello("d1", "decode", max_running=64))
+    placements = [answer(play, ask(f"r{i}", [*doc, *chain(f"tail{i}", 2, after=("doc", 20))[20:]])) for i in range(20)]
+    used = Counter(placement.prefill for placement in placements)
+    assert len(used) == 4 and max(used.values()) <= 8
+    reusing = [placement for placement in placements if placement.own_blocks >= 20]
+    assert len(reusing) == 16, "all but the first on each worker reuse what the first will have computed"
+    assert all(not placement.sources for placement in placements), "nobody can send yet what is only promised"
+
+
+def test_a_promise_that_is_not_kept_is_forgotten() -> None:
+    doc = chain("doc", 8)
+    play = two_and_one()
+    first = answer(play, ask("r1", doc))
+    play >> after(30.0)
+    play.take()
+    for worker in ("p1", "p2", "d1"):
+        play >> load(worker, role="decode" if worker == "d1" else "prefill")
+        play.take()
+    later = answer(play, ask("r2", doc))
+    assert first.hit_tokens == later.hit_tokens == 0
+
+
+@pytest.mark.parametrize("exclude", [["p1"], ["d1"], ["p1", "d1"]])
+def test_excluded_workers_get_nothing(exclude: list[str]) -> None:
+    play = stage(hello("p1"), hello("p2"), hello("d1", "decode"), hello("d2", "decode"))
+    for i in range(10):
+        placement = answer(play, ask(f"r{i}", [], tokens=10, exclude=list(map(WorkerId, exclude))))
+        assert not {placement.prefill, placement.decode} & set(exclude)
+
+
+def test_equals_are_drawn_from_and_a_seed_repeats_the_draw() -> None:
+    def drawn(seed: int) -> list[str]:
+        return [answer(stage(*(hello(f"p{i}") for i in range(4)), hello("d1", "decode"), seed=seed), ask("r", [], tokens=50)).prefill
+                for _ in range(2)]
+    assert all(first == second for first, second in map(drawn, range(20)))
+    assert len({drawn(seed)[0] for seed in range(20)}) > 2
+
+
+def test_decode_is_the_one_with_the_shortest_step() -> None:
+    play = stage(hello("p1"), hello("d1", "decode"), hello("d2", "decode"))
+    play >> load("d1", role="decode", running=3, context_tokens=3000) >> load("d2", role="decode", running=1, context_tokens=500)
+    placement = answer(play, ask("r1", [], tokens=100))
+    assert placement.decode == "d2"
+    assert placement.predicted_tbt_s == pytest.approx(0.02 + 2 * 0.01 + 600 * 1e-6)
+
+
+def test_among_equal_decode_workers_the_one_that_holds_the_chat() -> None:
+    chat = chain("chat", 6)
+    play = stage(hello("p1"), hello("d1", "decode"), hello("d2", "decode")) >> stored("d2", 1, chat)
+    for i in range(5):
+        play >> ask(f"r{i}", chat)
+        assert play.take()[0].message.decode == "d2"
+        play >> progress(f"r{i}", "d2", "finished")
+
+
+def test_decode_load_is_counted_before_anybody_reports_it() -> None:
+    play = stage(hello("p1"), hello("d1", "decode"), hello("d2", "decode"))
+    used = Counter(answer(play, ask(f"r{i}", [], tokens=100)).decode for i in range(10))
+    assert used == {"d1": 5, "d2": 5}
+
+
+def rejected(play: Playbook, **fields: Any) -> Rejection:
+    rejection = answer(play, ask("r", [], **{"tokens": 1000, **fields}))
+    assert isinstance(rejection, Rejection)
+    assert rejection.retry_after_s > 0
+    return rejection
+
+
+class TestRejections:
+    def test_nobody_is_there(self) -> None:
+        assert rejected(stage()).code == "no_worker"
+        one_sided = rejected(stage(hello("p1")))
+        assert one_sided.code == "no_worker" and "no decode worker" in one_sided.message
+
+    def test_everybody_is_excluded(self) -> None:
+        play = two_and_one()
+        rejection = rejected(play, exclude=[WorkerId("p1"), WorkerId("p2")])
+        assert rejection.code == "no_worker" and "2 excluded" in rejection.message
+
+    def test_another_model(self) -> None:
+        assert rejected(two_and_one(), spec=OTHER_SPEC.digest).code == "no_worker"
+
+    def test_full_queues_and_the_wait_until_they_are_not(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode"), max_queue_s=5.0) >> load("p1", queued=9, queued_tokens=8000)
+        rejection = rejected(play)
+        assert rejection.code == "capacity"
+        assert rejection.retry_after_s == pytest.approx(8.01 - 5.0)
+        assert rejection.candidates[0].queue_s == pytest.approx(8.01)
+        play >> after(1.0)
+        assert rejected(play).retry_after_s == pytest.approx(7.01 - 5.0)
+
+    def test_no_room_in_decode(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode")) >> load("d1", role="decode", free_blocks=10, running=1)
+        rejection = rejected(play)
+        assert rejection.code == "capacity" and "needs 17 blocks" in rejection.message and "has 10" in rejection.message
+
+    def test_no_place_in_the_batch_soon_enough(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode", max_running=1), max_queue_s=2.0)
+        assert answer(play, ask("r0", [], tokens=100, max_tokens=10_000)).decode == "d1"
+        rejection = rejected(play, tokens=100)
+        assert rejection.code == "capacity" and "decode batch" in rejection.message
+
+    def test_first_token_too_late(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode")) >> load("p1", queued=1, queued_tokens=3000)
+        rejection = rejected(play, ttft_slo_s=2.0)
+        assert rejection.code == "ttft"
+        assert rejection.retry_after_s == pytest.approx(3.01 + 1.01 - 2.0)
+        hopeless = rejected(play, ttft_slo_s=0.5)
+        assert "without a queue it would be 1.01 s" in hopeless.message
+
+    def test_tokens_too_slow(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode")) >> load("d1", role="decode", running=5, context_tokens=5000)
+        assert rejected(play, tbt_slo_s=0.05).code == "tbt"
+        assert isinstance(answer(play, ask("r", [], tokens=10, tbt_slo_s=0.2)), Placement)
+
+    def test_limits_of_the_settings_count_when_the_request_has_none(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode"), ttft_slo_s=0.5, tbt_slo_s=1.0)
+        assert rejected(play).code == "ttft"
+        assert isinstance(answer(play, ask("r", [], tokens=1000, ttft_slo_s=3.0)), Placement)
+
+    @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"max_tokens": -1}, {"ttft_slo_s": float("nan")}, {"tbt_slo_s": -1.0}])
+    def test_what_cannot_be_true(self, wrong: dict[str, Any]) -> None:
+        assert "cannot be true" in rejected(two_and_one(), **wrong).message
+
+    def test_keys_that_are_none(self) -> None:
+        rejection = answer(two_and_one(), ask("r", [BlockKey(b"short")], tokens=100))
+        assert "5 bytes are no whole number" in rejection.message
+
+
+def test_candidates_are_sorted_with_their_terms() -> None:
+    doc = chain("doc", 8)
+    play = two_and_one() >> stored("p1", 1, doc) >> load("p1", kv_seq=1, queued=1, queued_tokens=100)
+    placement = answer(play, ask("r1", doc))
+    assert [candidate.ttft_s for candidate in placement.candidates] == sorted(c.ttft_s for c in placement.candidates)
+    assert {(c.prefill, c.own_blocks, c.fetched_blocks) for c in placement.candidates} == {("p1", 8, 0), ("p2", 0, 8), ("p2", 0, 0)}
+    chosen = placement.candidates[0]
+    assert placement.predicted_ttft_s == pytest.approx(chosen.ttft_s)
+
+
+def test_links_under_load_are_slower() -> None:
+    doc = chain("doc", 8)
+    play = stage(hello("p1"), hello("p2"), hello("p3"), hello("d1", "decode")) >> stored("p1", 1, doc)
+    first = answer(play, ask("r1", doc, exclude=[WorkerId("p1"), WorkerId("p2")]))
+    second = answer(play, ask("r2", doc, exclude=[WorkerId("p1"), WorkerId("p3")]))
+    assert second.predicted_transfer_s > first.predicted_transfer_s
+    play >> progress("r1", "p3", "prefilled") >> progress("r2", "p2", "prefilled")
+    third = answer(play, ask("r3", chain("new", 1), exclude=[WorkerId("p1")]))
+    assert third.predicted_queue_s == 0
