@@ -69,7 +69,8 @@ class Api:
         self._app = Litestar(
             route_handlers=self._routes(),
             cors_config=CORSConfig(
-                allow_origins=list(settings.cors_origins), allow_headers=["*"], allow_methods=["GET", "POST", "OPTIONS"],
+                allow_origins=list(settings.cors_origins), allow_headers=["*"],
+                allow_methods=["GET", "POST", "OPTIONS"],
                 expose_headers=["x-request-id", "retry-after", *_OUR_HEADERS]) if settings.cors_origins else None,
             exception_handlers={ApiError: _on_api_error, HTTPException: self._on_http_error, Exception: _on_bug},
             openapi_config=None,
@@ -99,8 +100,10 @@ class Api:
             return
         problem = self._turn_away(headers, state)
         if problem is not None:
-            close = {"connection": "close"} if self._gateway.draining else {}
-            await _send_problem(counted_send, problem, close)
+            extra = {"connection": "close"} if self._gateway.draining else {}
+            if "*" in self._gateway.settings.cors_origins:
+                extra["access-control-allow-origin"] = "*"  # or a browser would not show the page what is wrong
+            await _send_problem(counted_send, problem, extra)
             return
         self._in_flight += 1
         metrics.GATEWAY_IN_FLIGHT.inc()
@@ -229,19 +232,20 @@ class Api:
             attributes={"request": state["request"], "http.route": request.scope["path"]})
         context = trace.set_span_in_context(root)
         try:
-            body = openai.decode(await request.body(), kind)
+            raw = await request.body()
+            body = openai.decode(raw, kind)
             wanted = openai.wanted(body)
             served = gateway.roster.find(body.model)
             asked = Asked(
                 request=state["request"], gateway=gateway.gateway_id, tenant=state["tenant"],
                 exclude=_excluded(request.headers),
-                ttft_slo_s=_milliseconds(request.headers, "x-moonbus-ttft-slo-ms", gateway.settings.ttft_slo_s),
-                tbt_slo_s=_milliseconds(request.headers, "x-moonbus-tbt-slo-ms", gateway.settings.tbt_slo_s))
+                ttft_slo_s=_milliseconds(request.headers, "x-moonbus-ttft-slo-ms", gateway.settings.ttft_slo_s or None),
+                tbt_slo_s=_milliseconds(request.headers, "x-moonbus-tbt-slo-ms", gateway.settings.tbt_slo_s or None))
             with _tracer.start_as_current_span("tokenize", context=context) as span:
                 prompt = await prepare(
                     body, wanted, asked, served, threads=gateway.threads,
-                    inline_chars=gateway.settings.inline_chars,
-                    default_max_tokens=gateway.settings.default_max_tokens)
+                    default_max_tokens=gateway.settings.default_max_tokens,
+                    inline=len(raw) <= gateway.settings.inline_bytes)
                 span.set_attribute("tokens", prompt.job.num_tokens)
             metrics.GATEWAY_TOKENIZE_SECONDS.observe(gateway.clock.monotonic() - received_s)
             root.set_attributes({"model": body.model, "tenant": asked.tenant, "prompt_tokens": prompt.job.num_tokens})

@@ -35,16 +35,16 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     stall_s: Annotated[float, Meta(description="Longest silence of an answer that has begun.", gt=0,
                                    extra=SECONDS)] = 30.0
     max_attempts: Annotated[int, Meta(description="Placements a request may use up before it fails.", ge=1)] = 3
-    ttft_slo_s: Annotated[float | None, Meta(description=(
-        "Time to first token that placements must promise; none accepts any. Header x-moonbus-ttft-slo-ms "
-        "overrides it."), gt=0, extra=SECONDS)] = None
-    tbt_slo_s: Annotated[float | None, Meta(description=(
-        "Gap between tokens that placements must promise; none accepts any. Header x-moonbus-tbt-slo-ms "
-        "overrides it."), gt=0, extra=SECONDS)] = None
+    ttft_slo_s: Annotated[float, Meta(description=(
+        "Time to first token that placements must promise; 0 accepts any. Header x-moonbus-ttft-slo-ms "
+        "overrides it."), ge=0, extra=SECONDS)] = 0.0
+    tbt_slo_s: Annotated[float, Meta(description=(
+        "Gap between tokens that placements must promise; 0 accepts any. Header x-moonbus-tbt-slo-ms "
+        "overrides it."), ge=0, extra=SECONDS)] = 0.0
     tokenizer_threads: Annotated[int, Meta(description="Threads that render and tokenise long prompts.", ge=1)] = 2
     max_in_flight: Annotated[int, Meta(description="Requests at the same time; more are answered with 429.", ge=1)] = 4_096
-    inline_chars: Annotated[int, Meta(description="Prompts up to this many characters are tokenised on the spot.",
-                                      ge=0)] = 2_000
+    inline_bytes: Annotated[int, Meta(description=(
+        "Request bodies up to this size are tokenised on the spot, larger ones in a thread."), ge=0, extra=BYTES)] = 4_096
     stream_buffer_tokens: Annotated[int, Meta(description=(
         "Tokens that may wait for a slow client; beyond it the request is cancelled."), gt=0)] = 4_096
     send_timeout_s: Annotated[float, Meta(description="Longest time a client may take to read what waits for it.",
