@@ -1,13 +1,12 @@
 """`moonbus load`: replay a trace against a gateway, make the page again.
 
-``app`` is mounted by the `moonbus` command; commands are plain functions registered on it.
+``app`` is mounted by the `moonbus` command, which prints a ``UserError`` as one line; commands are plain functions
+registered on it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -81,35 +80,34 @@ def run_command(
     Ctrl-C stops sending and gives requests in flight --grace to end; a second Ctrl-C cancels them. Either way
     everything so far is written.
     """
-    with _one_line_errors():
-        scales = {"--rate-scale": rate_scale, "--length-scale": length_scale, "--output-scale": output_scale}
-        for name, value in scales.items():
-            if not value > 0:
-                raise UserError(f"{name} is {value:g}; expected a number above 0")
-        if api is ApiKind.CHAT and prompt is PromptKind.TOKENS:
-            raise UserError("--prompt tokens cannot go to --api chat: messages are text; use --prompt text")
-        target = url or _running_gateway() or DEFAULT_URL
-        if not target.startswith(("http://", "https://")):
-            raise UserError(f"--url is {target}; expected an address like {DEFAULT_URL}")
-        if not allow_remote and not is_loopback(target):
-            raise UserError(f"{target} is not on this machine; add --allow-remote if you may put load on it")
-        options = RunOptions(
-            trace=trace, url=target.rstrip("/"), overwrite=overwrite, limit=limit,
-            out=out or Path("load/results") / f"{trace.stem}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}",
-            block_tokens=block_tokens,
-            scaling=Scaling(length_scale=length_scale, max_input=max_input, output_scale=output_scale,
-                                    max_output=max_output),
-            prompt_kind=prompt,
-            replay=ReplayOptions(
-                api="chat" if api is ApiKind.CHAT else "completions", model=model, rate_scale=rate_scale,
-                max_in_flight=max_in_flight, grace_s=_seconds("--grace", grace), exact_output=not stop_at_eos,
-                seed=seed),
-            slo_ttft_s=_seconds("--slo-ttft", slo_ttft), slo_tbt_s=_seconds("--slo-tbt", slo_tbt),
-            timeout_s=_seconds("--timeout", timeout), ask_slo=ask_slo,
-        )
-        plots.require()  # now, not after an hour of load
-        asyncio.run(run(options, Console(stderr=True)))
-        _show_end(options.out)
+    scales = {"--rate-scale": rate_scale, "--length-scale": length_scale, "--output-scale": output_scale}
+    for name, value in scales.items():
+        if not value > 0:
+            raise UserError(f"{name} is {value:g}; expected a number above 0")
+    if api is ApiKind.CHAT and prompt is PromptKind.TOKENS:
+        raise UserError("--prompt tokens cannot go to --api chat: messages are text; use --prompt text")
+    target = url or _running_gateway() or DEFAULT_URL
+    if not target.startswith(("http://", "https://")):
+        raise UserError(f"--url is {target}; expected an address like {DEFAULT_URL}")
+    if not allow_remote and not is_loopback(target):
+        raise UserError(f"{target} is not on this machine; add --allow-remote if you may put load on it")
+    options = RunOptions(
+        trace=trace, url=target.rstrip("/"), overwrite=overwrite, limit=limit,
+        out=out or Path("load/results") / f"{trace.stem}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}",
+        block_tokens=block_tokens,
+        scaling=Scaling(length_scale=length_scale, max_input=max_input, output_scale=output_scale,
+                        max_output=max_output),
+        prompt_kind=prompt,
+        replay=ReplayOptions(
+            api="chat" if api is ApiKind.CHAT else "completions", model=model, rate_scale=rate_scale,
+            max_in_flight=max_in_flight, grace_s=_seconds("--grace", grace), exact_output=not stop_at_eos,
+            seed=seed),
+        slo_ttft_s=_seconds("--slo-ttft", slo_ttft), slo_tbt_s=_seconds("--slo-tbt", slo_tbt),
+        timeout_s=_seconds("--timeout", timeout), ask_slo=ask_slo,
+    )
+    plots.require()  # now, not after an hour of load
+    asyncio.run(run(options, Console(stderr=True)))
+    _show_end(options.out)
 
 
 @app.command("report")
@@ -118,9 +116,8 @@ def report_command(directory: Annotated[Path, typer.Argument(help="Folder that `
 
     Example: moonbus load report load/results/conversation_trace-20260101-120000
     """
-    with _one_line_errors():
-        report.write_report(directory)
-        _show_end(directory)
+    report.write_report(directory)
+    _show_end(directory)
 
 
 class _StackState(msgspec.Struct):
@@ -154,12 +151,3 @@ def _show_end(directory: Path) -> None:
     console = Console()
     console.print(table)
     console.print(f"report: {directory / REPORT_FILE}", soft_wrap=True)
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error

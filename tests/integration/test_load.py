@@ -22,11 +22,12 @@ from load.live import Progress, ReplayOptions, Stop, replay
 from load.record import REPORT_FILE, RunRecord, read_run
 from load.workload.prompts import Plan, Planner, Scaling, token_ids
 from load.workload.traces import Arrival, read
+from shared.errors import UserError
 from tests.support.eventually import eventually
 from tests.support.scripted_gateway import BLOCK_TOKENS, Script, ScriptedGateway, rejection, serving
 
 DEADLINE_S = 30
-CLI = [sys.executable, "-c", "from load.cli import app; app()"]
+CLI = [sys.executable, "-m", "services.cli", "load"]
 
 
 @pytest.fixture
@@ -333,16 +334,21 @@ async def test_wrong_use_gets_one_line(
     given = [option.format(closed=closed) for option in options]
     defaults = {"--trace": str(write_trace(tmp_path, count=1)), "--url": gateway.url, "--out": str(tmp_path / "out")}
     rest = [part for name, value in defaults.items() if name not in given for part in (name, value)]
-    code, stdout, stderr = await in_this_process("run", *given, *rest)
-    assert code == 1 and stdout == ""
-    assert stderr.startswith("error: ") and line.format(closed=closed) in stderr and stderr.count("\n") == 1
+    said = await refused("run", *given, *rest)
+    assert line.format(closed=closed) in said and "\n" not in said
     assert gateway.requests == []
 
 
 async def test_no_model_yet(gateway: ScriptedGateway, tmp_path: Path) -> None:
     gateway.models = []
-    code, _, stderr = await in_this_process("run", "--trace", write_trace(tmp_path, count=1), "--url", gateway.url)
-    assert code == 1 and "serves no model yet" in stderr and stderr.count("\n") == 1
+    said = await refused("run", "--trace", write_trace(tmp_path, count=1), "--url", gateway.url)
+    assert "serves no model yet" in said
+
+
+async def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+    code, stdout, stderr = await cli("report", tmp_path)
+    assert code == 1 and stdout == "" and stderr.startswith(f"moonbus: {tmp_path} holds no run")
+    assert stderr.count("\n") == 1
 
 
 def test_slices_of_the_reader_are_what_it_reads(tmp_path: Path) -> None:
@@ -369,10 +375,11 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def in_this_process(*arguments: object) -> tuple[int, str, str]:
-    """The command without a process of its own: quick, and good for what ends before the replay starts."""
+async def refused(*arguments: object) -> str:
+    """What the command has to say against these arguments; in this process, since it ends before the replay starts."""
     result = await asyncio.to_thread(CliRunner().invoke, app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout, result.stderr
+    assert isinstance(result.exception, UserError), result.output
+    return str(result.exception)
 
 
 async def start_cli(*arguments: object, **env: str) -> asyncio.subprocess.Process:

@@ -26,7 +26,7 @@ def test_every_subject_and_payload_is_there() -> None:
 
 
 def test_every_table_row_has_its_heads_cells() -> None:
-    for page in (docgen.wire(), docgen.configuration()):
+    for page in (docgen.wire(), docgen.configuration(), docgen.instruments()):
         for table in re.findall(r"(?:^\|.*\|$\n?)+", page, re.MULTILINE):
             widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
             assert len(widths) == 1, table
@@ -42,3 +42,9 @@ def test_settings_tell_variable_type_unit_and_default() -> None:
     page = docgen.configuration()
     assert "| `MOONBUS_*_NATS_URL` | `str` | `nats://127.0.0.1:4222` |" in page
     assert re.search(r"\| `MOONBUS_GATEWAY_MAX_BODY_BYTES` \| `int \(bytes\)` \| `8388608` \|", page)
+
+
+def test_metrics_tell_type_labels_and_meaning() -> None:
+    page = docgen.instruments()
+    assert "| `moonbus_gateway_requests_total` | counter | `model`, `outcome`, `code` | Finished requests" in page
+    assert "| `moonbus_gateway_ttft_seconds` | histogram | `model` | Arrival to first token. |" in page
