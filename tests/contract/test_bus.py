@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -550,6 +552,21 @@ async def test_no_server_is_one_clear_line() -> None:
     with pytest.raises(Unavailable, match=r"cannot reach NATS at nats://127\.0\.0\.1:1 .*moonbus up.*MOONBUS_NATS_URL"):
         async with NatsBus.connect("nats://127.0.0.1:1", name="test"):
             pass
+
+
+async def test_a_bus_that_is_sent_away_for_good_ends_its_service(tmp_path: Path) -> None:
+    async with run_nats_server(tmp_path / "nats") as server:
+        with pytest.raises(Unavailable, match=r"closed the connection: .*check the credentials"):
+            async with NatsBus.connect(server.url, name="test"):
+                with (tmp_path / "nats" / "nats.conf").open("a") as config:
+                    config.write('authorization { token: "secret" }\n')
+                assert server.pid is not None
+                os.kill(server.pid, signal.SIGHUP)  # the server reads its configuration again
+                async with asyncio.timeout(10.0):
+                    await asyncio.Event().wait()
+        with pytest.raises(Unavailable, match=r"cannot reach NATS .*Authorization Violation"):
+            async with NatsBus.connect(server.url, name="test"):
+                pass
 
 
 async def test_a_server_without_jetstream_is_one_clear_line(tmp_path: Path) -> None:

@@ -66,8 +66,7 @@ def test_a_wrong_value_is_one_line_with_name_value_and_what_was_expected(variabl
     with pytest.raises(SettingError) as wrong:
         load(Settings, "x", env={variable: value})
     line = str(wrong.value)
-    assert line.startswith(f"setting {variable} is {value!r}; expected ") or line.startswith(f"setting {variable} is ")
-    assert "\n" not in line
+    assert line.startswith(f"setting {variable} is ") and "; expected " in line and "\n" not in line
 
 
 def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
         file = tmp_path / "moonbus.toml"
         if text is not None:
             file.write_text(text)
-        with pytest.raises(SettingError, match="setting MOONBUS_CONFIG is .*; expected a readable TOML file"):
+        with pytest.raises(SettingError, match=r"setting MOONBUS_CONFIG is .*; expected a readable TOML file"):
             load(Settings, "x", env={"MOONBUS_CONFIG": str(file)})
 
 
