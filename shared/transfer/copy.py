@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from shared.messages import Endpoint
@@ -12,6 +14,8 @@ from shared.transfer.ledger import Ledger, Refused
 from shared.transfer.plan import plan_runs
 from shared.transfer.tcp import timeout_ms
 from shared.transfer.types import ChecksumMismatch, GrantRefused, PeerGone
+
+_log = logging.getLogger(__name__)
 
 PATH = "copy"
 
@@ -57,8 +61,7 @@ class CopyLane:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, opened: object) -> None:
-        assert callable(opened)
+    def start(self, opened: Callable[[Trouble | None], None]) -> None:
         self._thread.start()
         opened(None)
 
@@ -80,7 +83,11 @@ class CopyLane:
         while (transfer := self._queue.get()) is not None:
             if not self._pending.holds(transfer):
                 continue
-            outcome = self._copy(transfer)
+            try:
+                outcome = self._copy(transfer)
+            except Exception as error:
+                _log.exception("action=copy_failed address=%s", self._address)
+                outcome = [Trouble(PeerGone, f"the copy failed: {error!r}")] * len(transfer.batch.pieces)
             self._pending.heard()
             if self._pending.pop(transfer):
                 transfer.finish(outcome)

@@ -202,14 +202,14 @@ class TransferEngine:
         for i, choice in enumerate(routes.choices):
             if i:
                 self._counts.failed_over(routes.choices[i - 1].path, choice.path)
-            while todo:
+            for _ in range(2):
                 link = self._link(peer, choice)
                 pooled = link.connected
                 new = await self._push_over(link, peer, choice, todo, grant, deadline_s, paths)
                 troubles = {**{i: why for i, why in troubles.items() if i not in todo}, **new}
                 todo = {i: item for i, item in todo.items() if i in new and new[i].kind is PeerGone}
-                if not pooled:
-                    break  # a fresh connection failed as well: it is not that the pooled one had gone stale
+                if not todo or not pooled:
+                    break  # a pooled connection may just have gone stale; a fresh one that fails is a verdict
             if not todo or self._closed:
                 break
         self._counts.failed(choice.path, [trouble.kind.code for trouble in troubles.values()])
@@ -331,6 +331,7 @@ class TransferEngine:
         for lane in lanes:
             lane.join()
         self._receiver.close()
+        self._ledger.close()
         for segment in self._segments.values():
             segment.close()
         if self._socket_path:

@@ -195,6 +195,15 @@ class Ledger:
         for callback in quiet:
             callback()
 
+    def close(self) -> None:
+        """Revokes everything and waits for the writers left: copies within this process, which end by themselves."""
+        with self._lock:
+            operations = list(self._entries)
+        for operation in operations:
+            quiet = threading.Event()
+            self.revoke(operation, quiet.set)
+            quiet.wait()
+
     def covered(self, operation: OperationId, item: Range) -> bool:
         """Has every byte of ``item`` been verified under ``operation``, with nobody writing into it now?"""
         start, stop = item.offset, item.offset + item.length

@@ -75,9 +75,21 @@ class Session:
             _log.exception("action=session_failed path=%s", self.path)
             self._receiver.count_dropped("internal", "see the stack trace")
         finally:
+            if self._writers:
+                self._outlast_sender()
             self._connection.close()
             for writer in self._writers.values():
                 self._ledger.fail(writer)
+
+    def _outlast_sender(self) -> None:
+        """Reads on to the end of the stream: until then the sender may write."""
+        self.cut()
+        scratch = bytearray(4096)
+        try:
+            while True:
+                self._connection.receive_into(memoryview(scratch))
+        except (Closed, OSError):
+            pass
 
     def _greet(self) -> None:
         kind, length, descriptors = self._connection.receive_header()
@@ -190,13 +202,19 @@ class Receiver:
             with self._lock:
                 self._prune()
                 full = len(self._sessions) >= self._max_connections
-                if not full:
-                    session = open_session(self, sock, f"{self._name}-session")
-                    self._sessions.append(session)
-                    session.thread.start()
             if full:
                 sock.close()
                 self.count_dropped("full", f"{self._max_connections} connections are open")
+                continue
+            try:
+                session = open_session(self, sock, f"{self._name}-session")
+                session.thread.start()
+            except (OSError, RuntimeError) as error:  # reset while queued; no thread to be had
+                sock.close()
+                self.count_dropped("accept", str(error))
+                continue
+            with self._lock:
+                self._sessions.append(session)
 
     def _prune(self) -> None:
         self._sessions = [session for session in self._sessions if session.thread.is_alive()]

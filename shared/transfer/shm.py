@@ -45,7 +45,7 @@ class ShmLane(StreamLane):
 
     def send(self, connection: Connection, transfer: Transfer) -> None:
         grant, spans = transfer.grant, [piece.remote for piece in transfer.batch.pieces]
-        unmapped = sorted({span.segment for span in spans} - self._mapped.keys())
+        unmapped = sorted(name for name in {span.segment for span in spans} if name not in self._mapped)
         connection.send(frames.Begin(transfer.id, grant.operation, grant.incarnation, grant.token,
                                      timeout_ms(transfer.timeout_s), spans, unmapped))
 

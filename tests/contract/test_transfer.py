@@ -75,7 +75,8 @@ def of(offset: int, length: int) -> Range:
 
 
 @asynccontextmanager
-async def opened(path: str, *, nbytes: int = NBYTES, clock: Clock | None = None, **sender_settings: Any) -> AsyncIterator[Pair]:
+async def opened(path: str, *, nbytes: int = NBYTES, clock: Clock | None = None,
+                 **sender_settings: Any) -> AsyncIterator[Pair]:
     """Two engines that can only use ``path``."""
     only = TransferSettings(paths=(path,), **sender_settings)
     receiving = TransferSettings(paths=(path,))
@@ -338,6 +339,20 @@ async def test_a_stalled_writer_in_shared_memory_is_waited_for_until_its_connect
         await asyncio.wait_for(release, 5)
 
 
+async def test_a_writer_in_shared_memory_that_talks_nonsense_is_waited_for_all_the_same() -> None:
+    async with opened("shm") as pair:
+        grant = pair.grant((0, 1000))
+        with raw_sender(pair, "shm") as raw:
+            raw.begin(grant, 1000)
+            raw.connection.send(frames.Done(2, []))
+            await eventually(lambda: pair.receiver.statistics().dropped_connections == {"protocol": 1})
+            release = asyncio.create_task(pair.receiver.release(OP))
+            with pytest.raises(Closed):
+                await asyncio.to_thread(raw.read)
+            assert not release.done()
+        await asyncio.wait_for(release, 5)
+
+
 @pytest.mark.parametrize("path", STREAMS)
 async def test_a_writer_that_dies_leaves_nothing_covered(path: str) -> None:
     async with opened(path) as pair:
@@ -354,14 +369,15 @@ async def test_a_writer_that_dies_leaves_nothing_covered(path: str) -> None:
 # -- peers that are not what they seem ----------------------------------------------------------------------------
 
 
+HELLO = frames.encode(frames.Hello("x", "b", "b1"))
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "huge length": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 2**32 - 1),
-    "huge length after hello": frames.encode(frames.Hello("x", "b", "b1")) + struct.pack("!4sBBHI", b"MBTX", 1, 3, 0, 2**31),
+    "huge length after hello": HELLO + struct.pack("!4sBBHI", b"MBTX", 1, 3, 0, 2**31),
     "write before hello": frames.encode(frames.Write(1, "op", "b1", b"t", 10, [frames.Span("kv", 0, 1)], [])),
     "hello of nonsense": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 4) + b"\xff\xff\xff\xff",
-    "answer instead of question": frames.encode(frames.Hello("x", "b", "b1")) + frames.encode(frames.Ack(1)),
-    "done of nothing": frames.encode(frames.Hello("x", "b", "b1")) + frames.encode(frames.Done(1, [])),
+    "answer instead of question": HELLO + frames.encode(frames.Ack(1)),
+    "done of nothing": HELLO + frames.encode(frames.Done(1, [])),
 }
 
 
@@ -453,8 +469,7 @@ async def test_another_process_on_the_address_is_noticed_before_anything_is_sent
 
 @pytest.mark.parametrize("path", STREAMS)
 async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path: str) -> None:
-    directory = "/tmp" if path == "shm" else ""
-    address = f"{directory}/moonbus-silent-{os.getpid()}.sock"
+    address = f"/tmp/moonbus-silent-{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX) if path == "shm" else socket.create_server(("127.0.0.1", 0))
     if path == "shm":
         listener.bind(address)
@@ -484,7 +499,8 @@ async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path
         thread.join()
         for sock in [*threads, listener]:
             sock.close()
-        Path(address).unlink(missing_ok=True)
+        if path == "shm":
+            os.unlink(address)
 
 
 # -- choice of path ---------------------------------------------------------------------------------------------
@@ -577,6 +593,22 @@ async def test_closing_the_sender_ends_its_pushes(path: str) -> None:
             await eventually(lambda: any(push.done() for push in pushes))
         results = await asyncio.wait_for(asyncio.gather(*pushes), 10)
         assert all(result.ok or isinstance(result.error, PeerGone) for result in results)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_closing_the_receiver_ends_the_pushes_to_it(path: str) -> None:
+    async with opened(path) as outer:
+        only = TransferSettings(paths=(path,))
+        async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation("c1"), settings=only) as closing:
+            closing.register("kv", NBYTES)
+            grant = closing.grant(OP, [of(0, NBYTES)], ttl_s=60)
+            pushes = [asyncio.create_task(outer.sender.push(closing.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant))
+                      for _ in range(50)]
+            await eventually(lambda: any(push.done() for push in pushes))
+            release = asyncio.create_task(closing.release(OP))
+        results = await asyncio.wait_for(asyncio.gather(*pushes), 10)
+        assert all(result.ok or isinstance(result.error, (PeerGone, PathFailed, GrantRefused)) for result in results)
+        await asyncio.wait_for(release, 1)
 
 
 async def test_a_cancelled_push_ends_at_once_and_the_next_one_works() -> None:
