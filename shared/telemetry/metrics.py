@@ -107,6 +107,8 @@ TRANSFER_BYTES = Counter("moonbus_transfer_bytes_total", "KV bytes acknowledged,
                          ["path", "direction"])
 TRANSFER_SECONDS = Histogram("moonbus_transfer_seconds", "One push, first byte to acknowledgement.", ["path"], buckets=_LATENCY_S)
 TRANSFER_FAILURES = Counter("moonbus_transfer_failures_total", "Pushes that did not arrive, by path and code.", ["path", "code"])
+TRANSFER_FAILOVERS = Counter("moonbus_transfer_failovers_total", "Pushes that went on by another path, by path before and after.",
+                             ["before", "after"])
 TRANSFER_IN_FLIGHT_BYTES = Gauge("moonbus_transfer_in_flight_bytes", "Bytes sent and not yet acknowledged.")
 
 # Store-manager.

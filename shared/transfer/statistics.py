@@ -58,3 +58,4 @@ class Counts:
     def failed_over(self, before: str, after: str) -> None:
         """A push goes on by another path."""
         self.failovers[before, after] += 1
+        metrics.TRANSFER_FAILOVERS.labels(before, after).inc()
