@@ -68,7 +68,6 @@ def upgrade() -> None:
     )
     op.create_index("kv_block_parent", "kv_block", ["parent"])
     op.create_index("kv_block_created_at", "kv_block", [sa.text("created_at DESC")])
-    op.create_index("kv_block_depth", "kv_block", [sa.text("depth DESC")])
     op.create_index("kv_block_hits", "kv_block", [sa.text("hits DESC")], postgresql_where=sa.text("hits > 0"))
     op.create_table(
         "kv_replica",

@@ -106,7 +106,6 @@ class KvBlockTable(Base):
     __table_args__ = (
         Index("kv_block_parent", "parent"),
         Index("kv_block_created_at", desc("created_at")),
-        Index("kv_block_depth", desc("depth")),
         Index("kv_block_hits", desc("hits"), postgresql_where=text("hits > 0")),
     )
 

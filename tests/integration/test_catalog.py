@@ -148,8 +148,9 @@ def histories(draw: st.DrawFn) -> list[FeedEvent]:
                           for b in some]
                 events.append(stored(worker, seq, blocks, at_s=1000.0 + draw(st.integers(0, 3))))
             else:
-                events.append(Evicted(worker=WorkerId(worker), incarnation=Incarnation("1"), seq=seq, at_s=1000.0 + seq,
-                                      keys=pack_keys([b.key for b in some]), tier=draw(st.sampled_from(list(Tier)[:2]))))
+                events.append(Evicted(
+                    worker=WorkerId(worker), incarnation=Incarnation("1"), seq=seq, at_s=1000.0 + seq,
+                    keys=pack_keys([b.key for b in some]), tier=draw(st.sampled_from(list(Tier)[:2]))))
         if draw(st.booleans()):
             events.append(Bye(worker=WorkerId(worker), incarnation=Incarnation("1"), at_s=1500.0))
     events.extend(done(f"r{i}", draw(st.sampled_from(TREE)), draw(st.integers(0, 5)) * 16)
@@ -216,7 +217,8 @@ async def test_lives_of_a_worker(catalog: Catalog, database: Database) -> None:
     blocks = chain("x", 2)
     await catalog.write([hello("a", "2", started_at_s=2000.0), stored("a", 1, blocks, life="2")], now_s=0.0)
     await catalog.write([hello("a", "1", started_at_s=1000.0), stored("a", 1, blocks, life="1")], now_s=0.0)
-    states = await rows(database, "SELECT incarnation, state, extract(epoch FROM left_at)::int, why FROM worker ORDER BY 1")
+    states = await rows(
+        database, "SELECT incarnation, state, extract(epoch FROM left_at)::int, why FROM worker ORDER BY incarnation")
     assert states == [("1", "left", 2000, "replaced by incarnation 2"), ("2", "alive", None, "")]
     row = (await catalog.lineage(blocks[0].key.hex())).blocks[0]
     assert [(r.incarnation, r.evicted_at_s, r.why) for r in row.replicas] == [
@@ -225,7 +227,8 @@ async def test_lives_of_a_worker(catalog: Catalog, database: Database) -> None:
 
 async def test_the_silent_die_and_may_live_again(catalog: Catalog, database: Database) -> None:
     blocks = chain("x", 2)
-    await catalog.write([hello("a"), hello("b"), hello("young", started_at_s=5000.0), stored("a", 1, blocks)], now_s=0.0)
+    await catalog.write([hello("a"), hello("b"), hello("young", started_at_s=5000.0), stored("a", 1, blocks)],
+                        now_s=0.0)
     assert await catalog.mark_workers([("b", "1")], {("a", "1"): "silent for 8.1 s"}, now_s=5000.0,
                                       started_before_s=4990.0) == 1
     assert await rows(database, "SELECT worker, state, why FROM worker ORDER BY 1") == [
@@ -237,7 +240,8 @@ async def test_the_silent_die_and_may_live_again(catalog: Catalog, database: Dat
     assert await catalog.mark_workers([("a", "1"), ("b", "1")], {}, now_s=5001.0, started_before_s=4990.0) == 1
     stats = await catalog.stats(feed_pending=0)
     assert (stats.live_replicas, stats.live_bytes) == (2, 2 * SPEC.block_bytes)
-    assert [(w.worker, w.role, w.state, w.blocks) for w in stats.workers][0] == ("a", "prefill", "alive", 2)
+    held = stats.workers[0]
+    assert (held.worker, held.role, held.state, held.blocks) == ("a", "prefill", "alive", 2)
 
 
 # Lineage and lists.
@@ -313,8 +317,8 @@ async def test_reuse_waits_for_its_blocks(catalog: Catalog, database: Database) 
 
 async def test_reconcile_repairs_both_ways(catalog: Catalog, database: Database) -> None:
     blocks = chain("x", 6)
-    await catalog.write([hello("a"), stored("a", 1, blocks[:3]), evicted("a", 3, blocks[1:2]), stored("a", 9, blocks[5:])],
-                        now_s=0.0)
+    await catalog.write([hello("a"), stored("a", 1, blocks[:3]), evicted("a", 3, blocks[1:2]),
+                         stored("a", 9, blocks[5:])], now_s=0.0)
     # As of 7 the worker holds 0, 1 (stored again at 4), 3 and 4; it has evicted 2; 5 it stored later.
     truth = Inventory(WorkerId("a"), Incarnation("1"), 7, SPEC.digest, (blocks[0], blocks[1], blocks[3], blocks[4]))
     assert await catalog.reconcile(truth, now_s=5000.0) == Repaired(missing=3, stale=1)
@@ -325,7 +329,8 @@ async def test_reconcile_repairs_both_ways(catalog: Catalog, database: Database)
     assert reply.blocks[0].replicas[0].stored_at_s == 1001.0, "what was right stays as it was"
     assert await catalog.reconcile(truth, now_s=5001.0) == Repaired()
     # The news that was missing comes after all: nothing changes, but who made the block first.
-    late = [evicted("a", 6, blocks[2:3]), stored("a", 5, blocks[4:5]), stored("a", 4, blocks[1:2]), stored("a", 2, blocks[3:4])]
+    late = [evicted("a", 6, blocks[2:3]), stored("a", 5, blocks[4:5]), stored("a", 4, blocks[1:2]),
+            stored("a", 2, blocks[3:4])]
     assert (await catalog.write(late, now_s=0.0)).gaps == (("a", "1"),), "8 is still missing"
     assert {row[0] for row in await rows(database, "SELECT key FROM kv_live")} == live
     assert (await catalog.lineage(blocks[4].key.hex())).blocks[4].created_at_s == 1005.0
@@ -337,7 +342,8 @@ async def test_an_older_inventory_undoes_nothing_newer(catalog: Catalog, databas
     await catalog.write([stored("a", 1, blocks), evicted("a", 2, blocks[1:])], now_s=0.0)
     old = Inventory(WorkerId("a"), Incarnation("1"), 1, SPEC.digest, tuple(blocks))
     assert await catalog.reconcile(old, now_s=5000.0) == Repaired()
-    assert await catalog.reconcile(Inventory(WorkerId("a"), Incarnation("1"), 0, SpecDigest(""), ()), now_s=0.0) == Repaired()
+    empty = Inventory(WorkerId("a"), Incarnation("1"), 0, SpecDigest(""), ())
+    assert await catalog.reconcile(empty, now_s=0.0) == Repaired()
     assert await rows(database, "SELECT count(*)::int FROM kv_live") == [(1,)]
 
 

@@ -61,7 +61,7 @@ async def test_without_a_loop(postgres_url: str) -> None:
 
 async def test_schema_is_required(postgres_url: str) -> None:
     async with connect(postgres_url) as database:
-        with pytest.raises(migrate.SchemaMismatch, match="has no tables yet.*run moonbus migrate"):
+        with pytest.raises(migrate.SchemaMismatch, match=r"has no tables yet.*run moonbus migrate"):
             await migrate.require_schema(database)
         await migrate.upgrade_database(database)
         await migrate.require_schema(database)

@@ -330,7 +330,7 @@ class StoreManager:
         life, self._reconciling = self._reconciling, None
         member = self._membership.get(WorkerId(life[0]))
         if member is not None and member.hello.incarnation == life[1]:  # else its next life has its own time
-            self._due_s[member.hello.worker] = next_s
+            self._compare_soon(member.hello.worker, next_s)
         return life
 
     def _reconcile(self, out: list[Effect], now: float) -> None:
@@ -340,4 +340,5 @@ class StoreManager:
         member = self._membership.get(worker)
         if at_s <= now and member is not None:
             self._reconciling = (str(worker), str(member.hello.incarnation))
+            self._due_s[worker] = float("inf")  # until it is over, or something new asks for another
             out.append(do.Reconcile(self._reconciling))
