@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 65
 """Idle connections stay open this long: longer than the usual minute of load balancers in front."""
-DRAIN_SHARE = 0.8
+DRAIN_SHARE = 0.7
 """Part of ``drain_s`` in which streams may finish; the rest is for telling the others."""
 
 
@@ -39,7 +39,8 @@ def main(overrides: Mapping[str, Any]) -> int:
 
 
 async def _live(chosen: Settings, gateway_id: GatewayId, life: lifecycle.Lifecycle) -> None:
-    async with NatsBus.connect(chosen.nats_url, name=f"gateway/{gateway_id}", credentials=chosen.nats_credentials) as bus:
+    name = f"gateway/{gateway_id}"
+    async with NatsBus.connect(chosen.nats_url, name=name, credentials=chosen.nats_credentials) as bus:
         async with serve(chosen, bus, gateway_id=gateway_id) as (gateway, url):
             life.ready(url=url)
             await life.stopping.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from concurrent.futures import Executor
-from typing import Any
 
 import msgspec
 
@@ -45,24 +44,19 @@ class Prompt(msgspec.Struct, frozen=True):
 
 async def prepare(
     body: ChatRequest | CompletionRequest, wanted: Wanted, asked: Asked, served: Served, *,
-    threads: Executor, inline_chars: int, default_max_tokens: int,
+    threads: Executor, default_max_tokens: int, inline: bool,
 ) -> Prompt:
-    """The job for ``body``; long prompts are worked on in ``threads``. Raises ``ApiError`` 400 for what cannot be."""
-    words: list[dict[str, str]] | str | list[int]
-    words = chat_turns(body) if isinstance(body, ChatRequest) else completion_prompt(body)
-
-    def build() -> Prompt:
-        return _build(body, words, wanted, asked, served, default_max_tokens)
-
-    if _size(words) <= inline_chars:
-        return build()
-    return await asyncio.get_running_loop().run_in_executor(threads, build)
+    """The job for ``body``, made in ``threads`` unless ``inline``. Raises ``ApiError`` 400 for what cannot be run."""
+    if inline:
+        return _build(body, wanted, asked, served, default_max_tokens)
+    return await asyncio.get_running_loop().run_in_executor(
+        threads, _build, body, wanted, asked, served, default_max_tokens)
 
 
-def _build(body: ChatRequest | CompletionRequest, words: list[dict[str, str]] | str | list[int], wanted: Wanted,
-           asked: Asked, served: Served, default_max_tokens: int) -> Prompt:
+def _build(body: ChatRequest | CompletionRequest, wanted: Wanted, asked: Asked, served: Served,
+           default_max_tokens: int) -> Prompt:
     spec = served.spec
-    ids = _tokenize(served.text, body, words)
+    ids = _tokenize(served.text, body)
     chosen = sampling(
         body, wanted, num_tokens=len(ids), max_context=spec.max_context, default_max_tokens=default_max_tokens,
         eos_ids=served.text.model.eos_ids, seed=secrets.randbits(63))
@@ -77,23 +71,15 @@ def _build(body: ChatRequest | CompletionRequest, words: list[dict[str, str]] | 
     return Prompt(job, [] if isinstance(body, ChatRequest) else ids[-8:])
 
 
-def _tokenize(text: ModelText, body: ChatRequest | CompletionRequest, words: Any) -> list[int]:
+def _tokenize(text: ModelText, body: ChatRequest | CompletionRequest) -> list[int]:
     if isinstance(body, ChatRequest):
-        ids = text.encode(text.render(words, body.chat_template_kwargs), special=False)
-    elif isinstance(words, str):
-        ids = text.encode(words, special=True)
+        ids = text.encode(text.render(chat_turns(body), body.chat_template_kwargs), special=False)
     else:
-        ids = list(words)
-        largest = max(ids)
+        prompt = completion_prompt(body)
+        ids = text.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
+        largest = max(ids, default=0)
         if largest >= text.vocab:
             raise invalid(f"prompt has token id {largest}; the model knows ids below {text.vocab}", "prompt")
     if not ids:
         raise invalid("the prompt has no tokens", "messages" if isinstance(body, ChatRequest) else "prompt")
     return ids
-
-
-def _size(words: list[dict[str, str]] | str | list[int]) -> int:
-    """Characters, roughly; four of them a token id."""
-    if isinstance(words, str):
-        return len(words)
-    return sum(len(turn["content"]) if isinstance(turn, dict) else 4 for turn in words)

@@ -113,14 +113,15 @@ class Roster:
         known = {member.hello.spec.model for member in self.membership.members.values()}
         if known and name not in known:
             raise model_not_found(name, sorted(served))
+        code = "no_worker"
         if not known:
             why = "no worker has registered any model yet"
         elif name not in self.membership.specs():
             why = f"all workers of model {name} are gone"
         else:
             refused = self._refused.get(name)
-            why = refused.why if refused else f"model {name} is being loaded"
-        raise ApiError(Problem(status=503, code="no_worker", param="model", message=why, retry_after_s=1.0))
+            code, why = "model_not_ready", refused.why if refused else f"model {name} is being loaded"
+        raise ApiError(Problem(status=503, code=code, param="model", message=why, retry_after_s=1.0))
 
     def served(self) -> dict[str, Served]:
         """{model name: what requests need of it}, over models with live workers and a fitting tokeniser."""

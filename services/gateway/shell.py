@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach
 
 from services.gateway.core.machine import (
     Abandoned,
@@ -181,7 +181,7 @@ class Exchange:
             case NobodyThere(worker=worker):
                 self._gateway.roster.nobody_there(worker)
             case Tell(message=message):
-                self._gateway.tell(CANCEL.at(), message)
+                self._gateway.tell(CANCEL.at(), message, self.context)
                 if message.attempt >= 0:
                     metrics.GATEWAY_RETRIES.labels(code=message.reason).inc()
             case Restart(why=why):
@@ -381,7 +381,7 @@ class Gateway:
             raise Bug(f"request {done.request} ended twice")
         if not self._under_way:
             self._idle.set()
-        self.tell(DONE.at(), done)
+        self.tell(DONE.at(), done, exchange.context)
         model = done.model
         metrics.GATEWAY_REQUESTS.labels(model=model, outcome=done.outcome, code=done.code).inc()
         metrics.GATEWAY_ATTEMPTS.observe(done.attempts)
@@ -407,11 +407,12 @@ class Gateway:
         task.add_done_callback(self._finished)
         return task
 
-    def tell(self, address: Address, message: object) -> None:
-        """Publishes ``message`` soon; a bus that is away costs the message, not the request."""
-        self.spawn(self._publish(address, message), f"publish {address}")
+    def tell(self, address: Address, message: object, context: Context) -> None:
+        """Publishes ``message`` soon, in trace ``context``; a bus that is away costs the message, not the request."""
+        self.spawn(self._publish(address, message, context), f"publish {address}")
 
-    async def _publish(self, address: Address, message: object) -> None:
+    async def _publish(self, address: Address, message: object, context: Context) -> None:
+        attach(context)  # for this task only: it ends with the message
         try:
             await self.bus.publish(address, message)
         except BusError as error:

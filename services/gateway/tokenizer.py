@@ -78,7 +78,8 @@ class ModelText:
         """A fresh stream of text for one answer; ``before`` are ids of the text that it continues."""
         if self._byte_level:
             return ByteText(self._visible_bytes if skip_special else self._token_bytes)
-        return WindowText(lambda ids: self.decode(ids, skip_special=skip_special), before)
+        return WindowText(lambda ids: self.decode(ids, skip_special=skip_special), before=before,
+                          skipped=self._special_ids if skip_special else frozenset())
 
     def _visible_bytes(self, token: int) -> bytes:
         return b"" if token in self._special_ids else self._token_bytes(token)

@@ -83,7 +83,7 @@ async def stage_with(nats_url: str, tmp_path: Path) -> AsyncIterator[Open]:
         path = write_text_model(tmp_path / "models" / MODEL, max_context=max_context)
         spec = cache_spec(describe(MODEL, path), dtype="float32", block_tokens=4)
         values = {"port": 0, "cache_dir": str(tmp_path), "nats_url": nats_url, "suspect_after_s": 0.5,
-                  "dead_after_s": 30.0, "place_timeout_s": 5.0, "inline_chars": 200, **overrides}
+                  "dead_after_s": 30.0, "place_timeout_s": 5.0, "inline_bytes": 400, **overrides}
         settings = Settings(**values)
         async with cluster_of(nats_url, spec, prefill=prefill, decode=decode) as cluster:
             async with NatsBus.connect(nats_url, name="gateway") as bus:
@@ -428,7 +428,7 @@ async def test_a_client_that_does_not_read_is_cancelled(stage_with: Open) -> Non
         ids = stage.tokenizer.encode("fox ").ids
         stage.cluster.answer = lambda job: (ids * 100_000, "length")
         host, port = stage.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         body = json.dumps({**OK, "stream": True}).encode()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)

@@ -9,7 +9,7 @@ ids are no valid UTF-8, it keeps the valid characters that a whole decode would 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 _REPLACEMENT = "�"
@@ -47,17 +47,20 @@ class WindowText:
     """Answers of any tokeniser whose ``decode`` takes ids.
 
     ``before`` are ids that precede the answer and give its first token its context (a leading space, say); they
-    are not part of the text.
+    are not part of the text. ``skipped`` are ids that ``decode`` leaves out, as if they were not there.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._window: list[int] = list(before)[-_MAX_PENDING:]
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, before: Sequence[int] = (),
+                 skipped: Container[int] = ()) -> None:
+        self._decode, self._skipped = decode, skipped
+        self._window = [token for token in before if token not in skipped][-_MAX_PENDING:]
         #: text of ``_window``; what a later decode of window and more starts with
         self._window_text = decode(self._window) if self._window else ""
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
         self._pending.append(token)
         text = self._decode(self._window + self._pending)
         if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING:
@@ -69,9 +72,11 @@ class WindowText:
 
     def _emit(self, text: str) -> str:
         delta = text[len(self._window_text):]
-        if delta:  # else the pending ids are special: they give the next token no context, so the window stays
+        if delta:
             self._window = self._pending
             self._window_text = self._decode(self._window)
+        elif len(self._window) < _MAX_PENDING:
+            self._window += self._pending  # without text, yet context: a stripped first space is stripped only once
         self._pending = []
         return delta
 

@@ -197,7 +197,8 @@ class Ended(Effect, frozen=True):
     problem: Problem | None = None
 
 
-Event = Started | Answered | Unanswered | TokenChunk | JobFailed | WorkerLost | TooLarge | Abandoned | Stopped | Aborted | Woke
+Event = (Started | Answered | Unanswered | TokenChunk | JobFailed | WorkerLost | TooLarge | Abandoned | Stopped
+         | Aborted | Woke)
 
 
 class RequestMachine:

@@ -17,6 +17,8 @@ from services.gateway.core.problem import ApiError, context_length_exceeded, inv
 from shared.messages import Sampling
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Longest stop string: each may hold back that much text."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default length of a completion (not of a chat)."""
 
@@ -289,6 +291,9 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
         raise invalid(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
     if any(not text for text in stops):
         raise invalid("stop has an empty string", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise invalid(f"stop has a string of {longest} characters; at most {MAX_STOP_CHARS} are allowed", "stop")
     return stops
 
 

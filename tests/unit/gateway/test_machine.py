@@ -1,0 +1,362 @@
+"""One request's life as a script."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from services.gateway.core.machine import (
+    Abandoned,
+    Aborted,
+    AskConductor,
+    AskWorker,
+    Deliver,
+    Ended,
+    Job,
+    Limits,
+    NobodyThere,
+    RequestMachine,
+    Restart,
+    Started,
+    Stopped,
+    Tag,
+    Tell,
+    TooLarge,
+    WorkerLost,
+)
+from services.gateway.core.problem import Problem
+from shared.ids import (
+    BlockKey,
+    ConductorId,
+    GatewayId,
+    HostId,
+    Incarnation,
+    OperationId,
+    RequestId,
+    SpecDigest,
+    WorkerId,
+)
+from shared.kv import pack_tokens
+from shared.machine import Answered, Unanswered, Woke
+from shared.messages import (
+    Accepted,
+    Cancel,
+    DecodeJob,
+    Endpoint,
+    Finish,
+    Grant,
+    JobFailed,
+    Landing,
+    Placement,
+    PlaceRequest,
+    PrefillJob,
+    Refused,
+    Rejection,
+    Reserved,
+    Sampling,
+    Stages,
+    TokenChunk,
+)
+from tests.support.playbook import Playbook, after, like
+
+REQUEST = RequestId("r1")
+P1, P2, D1, D2 = (WorkerId(name) for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"))
+INCARNATION = Incarnation("i")
+LANDING = Landing(
+    endpoint=Endpoint(worker=D1, incarnation=INCARNATION, host=HostId("h")), first_block=0, slots=[],
+    grant=Grant(worker=D1, incarnation=INCARNATION, operation=OperationId("o"), ranges=[], expires_at_s=0, token=b""))
+
+
+def machine(*, replayable: bool = False, **limits: Any) -> RequestMachine:
+    job = Job(request=REQUEST, gateway=GatewayId("g"), model="m", spec=SpecDigest("s"), tenant="t", num_tokens=3,
+              tokens=pack_tokens([1, 2, 3]), keys=b"", root=BlockKey(b"root"), sampling=Sampling(max_tokens=9),
+              exclude=(WorkerId("prefill-9"),), replayable=replayable)
+    return RequestMachine(job, Limits(**limits), retry_delay_s=lambda attempt: 0.1 * 2**attempt)
+
+
+def placement(prefill: WorkerId = P1, decode: WorkerId = D1, attempt: int = 0) -> Placement:
+    return Placement(
+        request=REQUEST, attempt=attempt, conductor=ConductorId("c"), prefill=prefill, prefill_incarnation=INCARNATION,
+        decode=decode, decode_incarnation=INCARNATION, own_blocks=0, sources=[], hit_tokens=0, predicted_queue_s=0,
+        predicted_transfer_s=0, predicted_prefill_s=0, predicted_tbt_s=0)
+
+
+def chunk(first: int, *tokens: int, finish: Finish = "", attempt: int = 0, worker: WorkerId = D1) -> TokenChunk:
+    return TokenChunk(request=REQUEST, attempt=attempt, worker=worker, first=first, tokens=pack_tokens(tokens),
+                      finish=finish, stages=Stages(hit_tokens=2) if first == 0 else None)
+
+
+def failed(worker: WorkerId, code: str = "broken", *, attempt: int = 0, retryable: bool = True) -> JobFailed:
+    return JobFailed(request=REQUEST, attempt=attempt, worker=worker, code=code, message="scripted",
+                     retryable=retryable)
+
+
+def refused(code: Any, attempt: int = 0) -> Refused:
+    return Refused(request=REQUEST, attempt=attempt, code=code, message="scripted", retry_after_s=4.0)
+
+
+def reserved(attempt: int = 0) -> Reserved:
+    return Reserved(request=REQUEST, attempt=attempt, landing=LANDING)
+
+
+def cancelled(attempt: int = -1, **fields: Any) -> Any:
+    return like(Tell, message=like(Cancel, attempt=attempt, **fields))
+
+
+def asks_place(**fields: Any) -> Any:
+    return like(AskConductor, message=like(PlaceRequest, **fields))
+
+
+def asks(worker: WorkerId, kind: type = DecodeJob, **fields: Any) -> Any:
+    return like(AskWorker, worker=worker, message=like(kind, **fields))
+
+
+class Script(Playbook):
+    """A playbook that can answer the last question."""
+
+    def reply(self, message: Any) -> Script:
+        return self >> Answered(self._last_tag(), message)  # type: ignore[return-value]
+
+    def silence(self, *, gone: bool = False) -> Script:
+        return self >> Unanswered(self._last_tag(), "no reply", gone=gone)  # type: ignore[return-value]
+
+    def _last_tag(self) -> Tag:
+        tag: Tag = next(e.tag for e in reversed(self.story) if isinstance(e, AskConductor | AskWorker))
+        return tag
+
+
+def at_place(**options: Any) -> Script:
+    script = Script(machine(**options))
+    script >> Started() << asks_place(exclude=["prefill-9"], attempt=0)
+    return script
+
+
+def at_reserve(**options: Any) -> Script:
+    script = at_place(**options)
+    script.reply(placement()) << asks(D1, attempt=0, prefill=P1)
+    return script
+
+
+def at_prefill(**options: Any) -> Script:
+    script = at_reserve(**options)
+    script.reply(reserved()) << asks(P1, PrefillJob, landing=LANDING, decode=D1)
+    return script
+
+
+def at_stream(**options: Any) -> Script:
+    script = at_prefill(**options)
+    script.reply(Accepted(request=REQUEST, attempt=0))
+    script >> chunk(0, 5) << Deliver([5], "")
+    return script
+
+
+def ends(outcome: str, code: str = "", status: int = 0) -> Any:
+    if not status:
+        return like(Ended, outcome=outcome, code=code)
+    return like(Ended, outcome=outcome, code=code, problem=like(Problem, status=status, code=code))
+
+
+def test_the_good_road() -> None:
+    script = at_stream()
+    script >> chunk(1, 6, 7) << Deliver([6, 7], "")
+    script >> chunk(3, finish="stop") << Deliver([], "stop") << like(Ended, outcome="ok", finish="stop")
+    script >> chunk(3, 8) >> WorkerLost(D1, "late") >> Woke() >> Abandoned("client_gone", "late")
+    script.done()
+    made = script.machine
+    assert isinstance(made, RequestMachine)
+    assert made.stages == Stages(hit_tokens=2) and made.received == 3 and made.next_wake() is None
+
+
+def test_tokens_may_be_faster_than_the_answer_to_the_job() -> None:
+    script = at_prefill()
+    script >> chunk(0, 5) << Deliver([5], "")
+    script.reply(Accepted(request=REQUEST, attempt=0)).done()
+    script.silence(gone=True).done()
+    script >> chunk(1, finish="length") << Deliver([], "length") << ends("ok")
+
+
+@pytest.mark.parametrize(("code", "status"), [
+    ("ttft", 429), ("tbt", 429), ("capacity", 429), ("quota", 429), ("no_worker", 503)])
+def test_rejections(code: Any, status: int) -> None:
+    script = at_place()
+    script.reply(Rejection(request=REQUEST, code=code, message="m", retry_after_s=2)) \
+        << cancelled() << ends("rejected", code, status)
+
+
+def test_conductors_may_be_away_for_a_moment() -> None:
+    script = at_place(place_timeout_s=1.0)
+    script.silence(gone=True).done()
+    script >> after(0.1) << asks_place(attempt=0)
+    script.silence().done()
+    script >> after(0.2) << asks_place(attempt=0)
+    script.reply(placement()) << asks(D1)
+
+
+def test_conductors_may_not_be_away_for_ever() -> None:
+    script = at_place(place_timeout_s=1.0)
+    asked = 1
+    while True:
+        script.silence(gone=True)
+        effects = script.take()
+        if effects:
+            break
+        script >> after(0.1 * 2 ** (asked - 1)) << asks_place()
+        asked += 1
+    assert [type(effect) for effect in effects] == [Tell, Ended]
+    assert effects[1] == ends("rejected", "no_conductor", 503) and asked == 4
+
+
+def test_a_late_answer_to_a_repeated_question_is_not_heard() -> None:
+    script = at_place()
+    first = script._last_tag()
+    script.silence()
+    script >> after(0.1) << asks_place()
+    (script >> Answered(first, placement())).done()
+
+
+def test_a_refusal_goes_elsewhere() -> None:
+    script = at_reserve()
+    script.reply(refused("draining")) << cancelled(0, reason="draining") \
+        << asks_place(attempt=1, exclude=["prefill-9", "decode-1"])
+    script.reply(placement(decode=D2, attempt=1)) << asks(D2, attempt=1)
+    script.reply(reserved(1)) << asks(P1, PrefillJob, attempt=1)
+    script.reply(refused("spec", 1)) << cancelled(1) \
+        << asks_place(attempt=2, exclude=["prefill-9", "decode-1", "prefill-1"])
+
+
+def test_a_full_worker_that_was_the_only_one_is_contention() -> None:
+    script = at_reserve()
+    script.reply(refused("capacity")) << cancelled(0) << asks_place(attempt=1)
+    script.reply(Rejection(request=REQUEST, code="no_worker", message="m", retry_after_s=1)) \
+        << cancelled() << ends("rejected", "capacity", 429)
+
+
+def test_attempts_end_with_the_last_reason() -> None:
+    script = at_reserve(max_attempts=1)
+    script.reply(refused("draining")) << cancelled() << ends("failed", "draining", 503)
+    script = at_reserve(max_attempts=1)
+    script.reply(refused("tbt")) << cancelled() << like(
+        Ended, outcome="rejected", problem=like(Problem, status=429, retry_after_s=4.0))
+
+
+def test_a_worker_that_is_not_there() -> None:
+    script = at_reserve()
+    script.silence(gone=True) << NobodyThere(D1) << cancelled(0) \
+        << asks_place(attempt=1, exclude=["prefill-9", "decode-1"])
+
+
+def test_a_worker_that_does_not_answer() -> None:
+    script = at_prefill()
+    script.silence() << cancelled(0, reason="worker_silent") \
+        << asks_place(attempt=1, exclude=["prefill-9", "prefill-1"])
+
+
+def test_a_worker_that_answers_nonsense() -> None:
+    script = at_reserve()
+    script.reply(Accepted(request=REQUEST, attempt=0)) << cancelled(0, reason="bad_answer") << asks_place(attempt=1)
+
+
+@pytest.mark.parametrize("worker", [P1, D1])
+def test_a_worker_that_dies_before_the_first_token(worker: WorkerId) -> None:
+    script = at_prefill()
+    (script >> WorkerLost(P2, "not ours")).done()
+    script >> WorkerLost(worker, "killed") << cancelled(0, reason="worker_lost") \
+        << asks_place(attempt=1, exclude=["prefill-9", worker])
+
+
+def test_a_job_that_fails_before_the_first_token() -> None:
+    script = at_prefill()
+    script >> failed(P1) << cancelled(0, reason="broken") << asks_place(attempt=1)
+    (script >> failed(P1, attempt=0)).done()
+    script = at_prefill()
+    script >> failed(P1, "impossible", retryable=False) << cancelled() << ends("failed", "impossible", 500)
+
+
+def test_only_the_decode_worker_matters_once_tokens_flow() -> None:
+    script = at_stream()
+    (script >> WorkerLost(P1, "killed") >> failed(P1)).done()
+    script >> WorkerLost(D1, "killed") << cancelled() << ends("failed", "worker_lost", 502)
+
+
+def test_an_answer_that_nobody_has_seen_begins_again() -> None:
+    script = at_stream(replayable=True)
+    script >> failed(D1, retryable=False) << cancelled(0) << like(Restart) \
+        << asks_place(attempt=1, exclude=["prefill-9", "decode-1"])
+    script.reply(placement(decode=D2, attempt=1)) << asks(D2)
+    script.reply(reserved(1)) << asks(P1, PrefillJob)
+    (script >> chunk(1, 6)).done()  # of the attempt that is over
+    script >> chunk(0, 5, 6, finish="stop", attempt=1, worker=D2) << Deliver([5, 6], "stop") << ends("ok")
+
+
+def test_a_lost_chunk_breaks_the_answer_off() -> None:
+    script = at_stream(gap_s=2.0)
+    (script >> chunk(2, 7) >> after(1.9)).done()
+    script >> after(0.2) << cancelled() << ends("failed", "tokens_lost", 502)
+    script = at_stream(gap_s=2.0)
+    (script >> chunk(2, 7) >> after(1.9)).done()
+    script >> chunk(1, 6) << Deliver([6, 7], "")
+    (script >> after(1.0)).done()
+
+
+def test_a_stalled_answer_breaks_off() -> None:
+    script = at_stream(stall_s=5.0)
+    (script >> after(4.0)).done()
+    script >> chunk(1, 6) << Deliver([6], "")
+    (script >> after(4.0)).done()
+    script >> after(1.5) << cancelled() << ends("failed", "stalled", 502)
+
+
+def test_a_worker_that_gives_up() -> None:
+    script = at_stream()
+    script >> chunk(1, finish="cancelled") << cancelled() << ends("failed", "worker_cancelled", 502)
+
+
+@pytest.mark.parametrize("at", [at_place, at_reserve, at_prefill, at_stream])
+def test_ends_that_can_come_at_any_time(at: Any) -> None:
+    at() >> Abandoned("client_gone", "why") << cancelled(reason="client_gone") << ends("cancelled", "client_gone")
+    aborted = Aborted(Problem(status=503, code="shutting_down", message="m"))
+    at() >> aborted << cancelled() << ends("failed", "shutting_down", 503)
+    at(deadline_s=3.0) >> after(3.0) << cancelled() << ends("failed", "deadline_exceeded", 504)
+
+
+def test_a_stop_string() -> None:
+    at_stream() >> Stopped() << cancelled(reason="stop") << like(Ended, outcome="ok", finish="stop")
+
+
+def test_a_job_that_does_not_fit() -> None:
+    script = at_reserve()
+    script >> TooLarge(script._last_tag(), 900, 800) << cancelled() << like(
+        Ended, outcome="failed", problem=like(Problem, status=413, message=lambda m: "900" in m and "800" in m))
+
+
+def test_it_always_ends_once() -> None:
+    """Whatever happens in whatever order: one end, a bounded number of attempts, a wake-up until then."""
+    for seed in range(300):
+        chance = random.Random(seed)
+        made = machine(replayable=seed % 2 == 0)
+        now, ended, effects = 0.0, 0, list(made.handle(Started(), now=0.0))
+        questions = [e for e in effects if isinstance(e, AskConductor | AskWorker)]
+        for _ in range(80):
+            now += chance.choice([0.0, 0.1, 3.0])
+            made.check_invariants()
+            assert ended or made.next_wake() is not None
+            attempt = made.attempt
+            tag = chance.choice(questions).tag
+            event = chance.choice([
+                Answered(tag, placement(chance.choice([P1, P2]), chance.choice([D1, D2]), attempt)),
+                Answered(tag, reserved(attempt)), Answered(tag, Accepted(request=REQUEST, attempt=attempt)),
+                Answered(tag, refused("capacity", attempt)), Unanswered(tag, "why", gone=chance.random() < 0.5),
+                chunk(made.received, 5, attempt=attempt),
+                chunk(made.received + chance.randrange(3), 5, attempt=attempt),
+                failed(chance.choice([P1, D1]), attempt=attempt), WorkerLost(chance.choice([P1, D1, P2]), "w"), Woke()])
+            if isinstance(event, Answered) and tag.step == "place" and not isinstance(event.message, Placement):
+                continue  # the subject's types rule it out
+            effects = list(made.handle(event, now=now))
+            questions += [e for e in effects if isinstance(e, AskConductor | AskWorker)]
+            ended += sum(isinstance(e, Ended) for e in effects)
+        now += 1000.0
+        effects = list(made.handle(Woke(), now=now))
+        assert ended + sum(isinstance(e, Ended) for e in effects) == 1
+        assert len({q.tag.attempt for q in questions}) <= 3
