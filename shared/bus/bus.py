@@ -1,4 +1,6 @@
-"""The bus as its users see it; ``memory`` and ``nats`` keep the same promises, ``tests/contract/test_bus.py`` holds them.
+"""The bus as its users see it.
+
+``memory`` and ``nats`` keep the same promises; ``tests/contract/test_bus.py`` holds them to it.
 
 * ``publish`` is at most once, in order per publisher and subscription; it never waits for a reader.
 * A subscription's handler gets one message at a time, in order. Its backlog is bounded: when full, the newest

@@ -1,1 +1,1 @@
-"""Seeing it work: ``tracing`` (OpenTelemetry), ``metrics`` (every Prometheus instrument), ``logs`` (one-line records)."""
+"""Seeing it work: ``tracing`` (OpenTelemetry), ``metrics`` (every Prometheus instrument), ``logs`` (records on one line)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +30,11 @@ FLUSH_MS = 500
 EXPORT_S = 3.0
 """Longest time one export may take."""
 
+CLOSE_S = 2.0
+"""Longest time that closing the exporters holds up the end of the process."""
+QUEUE_SPANS = 16_384
+"""Most finished spans that wait for an exporter; beyond it the oldest are dropped."""
+
 _propagator = TraceContextTextMapPropagator()
 _log = logging.getLogger(__name__)
 
@@ -39,19 +45,20 @@ def setup(service: str, instance: str, settings: CommonSettings) -> TracerProvid
         resource=Resource.create({"service.name": service, "service.instance.id": instance}),
         shutdown_on_exit=False,
     )
+    if settings.trace_file:  # first: it is closed first, and never waits for a network
+        _add(provider, FileSpanExporter(Path(settings.trace_file).expanduser(), service, instance))
     if settings.otlp_endpoint:
         _say_export_failures_once()
         _add(provider, OTLPSpanExporter(endpoint=f"{settings.otlp_endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S))
-    if settings.trace_file:
-        _add(provider, FileSpanExporter(Path(settings.trace_file).expanduser(), service, instance))
     trace.set_tracer_provider(provider)
     return provider
 
 
 def shut(provider: TracerProvider) -> None:
-    """Writes what is still buffered, waiting at most ``EXPORT_S``, and closes the exporters."""
-    provider.force_flush(int(EXPORT_S * 1000))
-    provider.shutdown()
+    """Writes what is still buffered and closes the exporters; a collector that hangs costs ``CLOSE_S`` at most."""
+    closing = threading.Thread(target=provider.shutdown, name="close exporters", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
 
 
 def inject() -> dict[str, str]:
@@ -138,7 +145,8 @@ class FileSpanExporter(SpanExporter):
 
 def _add(provider: TracerProvider, exporter: SpanExporter) -> None:
     provider.add_span_processor(BatchSpanProcessor(
-        exporter, schedule_delay_millis=FLUSH_MS, export_timeout_millis=int(EXPORT_S * 1000)))
+        exporter, max_queue_size=QUEUE_SPANS, schedule_delay_millis=FLUSH_MS,
+        export_timeout_millis=int(EXPORT_S * 1000)))
 
 
 class _Once(logging.Filter):

@@ -493,8 +493,11 @@ async def test_a_consumer_of_no_stream_is_an_error(bus: Bus) -> None:
 # A real server that goes and comes back.
 
 async def test_after_a_restart_of_the_server_everything_works_again(tmp_path: Path) -> None:
-    async with run_nats_server(tmp_path / "nats") as server, \
-            NatsBus.connect(server.url, name="reader") as reader, NatsBus.connect(server.url, name="speaker") as speaker:
+    async with (
+        run_nats_server(tmp_path / "nats") as server,
+        NatsBus.connect(server.url, name="reader") as reader,
+        NatsBus.connect(server.url, name="speaker") as speaker,
+    ):
         heard, back = Heard(), asyncio.Event()
 
         async def say_back() -> None:
@@ -526,8 +529,11 @@ async def test_after_a_restart_of_the_server_everything_works_again(tmp_path: Pa
 
 
 async def test_what_is_published_while_the_server_is_away_arrives_when_it_is_back(tmp_path: Path) -> None:
-    async with run_nats_server(tmp_path / "nats") as server, \
-            NatsBus.connect(server.url, name="reader") as reader, NatsBus.connect(server.url, name="speaker") as speaker:
+    async with (
+        run_nats_server(tmp_path / "nats") as server,
+        NatsBus.connect(server.url, name="reader") as reader,
+        NatsBus.connect(server.url, name="speaker") as speaker,
+    ):
         heard, away, back = Heard(), asyncio.Event(), asyncio.Event()
 
         async def say_back() -> None:

@@ -39,9 +39,10 @@ class Life:
 
 
 @asynccontextmanager
-async def life(body: str, *, port: int = 0, drain_s: float = 5.0, trace_file: str = "") -> AsyncIterator[Life]:
+async def life(body: str, *, port: int = 0, drain_s: float = 5.0, trace_file: str = "",
+               otlp: str = "") -> AsyncIterator[Life]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.lives", body, str(port), str(drain_s), trace_file, cwd=ROOT,
+        sys.executable, "-m", "tests.support.lives", body, str(port), str(drain_s), trace_file, otlp, cwd=ROOT,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     try:
         yield Life(process)
@@ -168,3 +169,18 @@ async def test_spans_of_several_processes_share_one_file(tmp_path: Path) -> None
                              "attributes", "status"}
     assert lines[0]["service"] == "tester"
     assert lines[0]["trace_id"] != lines[1]["trace_id"]
+
+
+async def test_a_trace_collector_that_is_away_is_said_once_and_holds_up_nothing(tmp_path: Path) -> None:
+    with socket.socket() as silent:  # takes connections and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        collector = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with life("serve", trace_file=str(tmp_path / "spans.jsonl"), otlp=collector) as service:
+            await service.ready_line()
+            service.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(8.0):
+                code, said = await service.ended()
+    assert code == 0
+    assert said.count("export") <= 1
+    assert len((tmp_path / "spans.jsonl").read_text().splitlines()) == 1

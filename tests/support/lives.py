@@ -1,4 +1,4 @@
-"""Small services for the lifecycle's tests: ``python -m tests.support.lives BODY ADMIN_PORT DRAIN_S TRACE_FILE``."""
+"""Small services for the lifecycle's tests: ``python -m tests.support.lives BODY ADMIN_PORT DRAIN_S TRACE_FILE OTLP``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ BODIES: dict[str, Callable[[Lifecycle], Awaitable[None]]] = {
 }
 
 if __name__ == "__main__":
-    name, port, drain_s, trace_file = sys.argv[1:]
-    settings = CommonSettings(admin_port=int(port), drain_s=float(drain_s), trace_file=trace_file)
+    name, port, drain_s, trace_file, otlp = sys.argv[1:]
+    settings = CommonSettings(admin_port=int(port), drain_s=float(drain_s), trace_file=trace_file,
+                              otlp_endpoint=otlp)
     sys.exit(run("tester", "t-1", settings, BODIES[name]))

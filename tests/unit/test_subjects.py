@@ -41,7 +41,9 @@ def test_holes_must_be_filled_and_only_those() -> None:
             JOB.at(**params)
 
 
-@pytest.mark.parametrize("text", ["mb.v1.worker.w.job.more", "mb.v2.worker.w.job", "mb.v1.worker..job", "", "mbxv1.placed"])
+@pytest.mark.parametrize("text", [
+    "mb.v1.worker.w.job.more", "mb.v2.worker.w.job", "mb.v1.worker..job", "", "mbxv1.placed",
+])
 def test_what_is_not_of_the_form_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not of the form"):
         JOB.params(text)

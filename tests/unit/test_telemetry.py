@@ -115,7 +115,8 @@ def test_instruments_follow_the_conventions() -> None:
     ours = [metric for metric in REGISTRY.collect() if metric.name.startswith("moonbus_")]
     declared = [value for name, value in vars(metrics).items() if name.isupper() and not name.startswith("_")]
     assert len(ours) == len(declared) > 40
-    units = ("_seconds", "_bytes", "_requests", "_tokens", "_blocks", "_events", "_messages", "_workers", "_attempts", "_error")
+    units = ("_seconds", "_bytes", "_requests", "_tokens", "_blocks", "_events", "_messages", "_workers", "_attempts",
+             "_error")
     for metric in ours:
         assert re.fullmatch(r"moonbus_[a-z0-9_]+", metric.name)
         assert metric.documentation.endswith("."), f"{metric.name} has no meaning"
