@@ -36,6 +36,7 @@ from shared.driver import Driver
 from shared.ids import WorkerId
 from shared.messages import Placement, PlaceRequest, Rejection, RequestDone
 from shared.telemetry import metrics
+from shared.telemetry.logs import Limited
 
 _log = logging.getLogger(__name__)
 _tracer = trace.get_tracer("moonbus.conductor")
@@ -69,8 +70,10 @@ class ConductorShell:
 
     def __init__(self, machine: Conductor, bus: Bus, clock: Clock) -> None:
         self._machine, self._bus = machine, bus
-        self._driver: Driver[Event] = Driver(machine, bus, clock, effects={Converged: self._on_converged}, name="conductor")
+        self._driver: Driver[Event] = Driver(
+            machine, bus, clock, effects={Converged: self._on_converged}, name="conductor")
         self._converged = asyncio.Event()
+        self._complaints = Limited(_log)
         self._exported = _Export()
 
     @asynccontextmanager
@@ -96,6 +99,10 @@ class ConductorShell:
                     task.cancel()
 
     async def _on_message(self, delivery: Delivery) -> None:
+        speaker = delivery.params.get("worker")
+        if speaker is not None and speaker != delivery.message.worker:
+            self._complaints.warning("imposture", key=speaker, subject=delivery.subject, worker=delivery.message.worker)
+            return
         self._driver.feed(delivery.message)
 
     async def _on_done(self, delivery: Delivery) -> None:
@@ -107,7 +114,8 @@ class ConductorShell:
 
     async def _on_converged(self, effect: Converged) -> None:
         if effect.missing:
-            _log.warning("unconverged", extra={"fields": {"workers": effect.workers, "missing": ",".join(effect.missing)}})
+            fields = {"workers": effect.workers, "missing": ",".join(effect.missing)}
+            _log.warning("unconverged", extra={"fields": fields})
         self._converged.set()
 
     async def _on_workers(self, delivery: Delivery) -> Any:
@@ -142,7 +150,8 @@ def _answered(answer: Placement | Rejection) -> dict[str, str | int | float]:
     return {
         "moonbus.prefill": answer.prefill, "moonbus.decode": answer.decode, "moonbus.own_blocks": answer.own_blocks,
         "moonbus.sources": msgspec.json.encode(answer.sources).decode(), "moonbus.hit_tokens": answer.hit_tokens,
-        "moonbus.predicted_queue_s": answer.predicted_queue_s, "moonbus.predicted_transfer_s": answer.predicted_transfer_s,
+        "moonbus.predicted_queue_s": answer.predicted_queue_s,
+        "moonbus.predicted_transfer_s": answer.predicted_transfer_s,
         "moonbus.predicted_prefill_s": answer.predicted_prefill_s, "moonbus.predicted_ttft_s": answer.predicted_ttft_s,
         "moonbus.predicted_tbt_s": answer.predicted_tbt_s, "moonbus.candidates": candidates}
 
@@ -204,4 +213,5 @@ class _Export:
         metrics.CONDUCTOR_INDEX_DROPPED.inc(now.dropped_blocks - self._dropped_blocks)
         metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="stale").inc(now.feed.dropped - self._stale)
         metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="spec").inc(now.mismatched_events - self._mismatched)
-        self._dropped_blocks, self._stale, self._mismatched = now.dropped_blocks, now.feed.dropped, now.mismatched_events
+        self._dropped_blocks, self._stale = now.dropped_blocks, now.feed.dropped
+        self._mismatched = now.mismatched_events

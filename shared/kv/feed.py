@@ -218,7 +218,8 @@ class FeedTracker:
         feed.snapshot = reply.snapshot
         feed.blocks.extend(reply.blocks)
         if reply.page + 1 < reply.pages:
-            feed.asked = Since(incarnation=feed.incarnation, seq=feed.cursor, snapshot=reply.snapshot, page=reply.page + 1)
+            feed.asked = Since(
+                incarnation=feed.incarnation, seq=feed.cursor, snapshot=reply.snapshot, page=reply.page + 1)
             return [Ask(worker, feed.asked, "page")]
         actions: list[Action] = [Reset(worker, feed.incarnation, reply.spec, feed.blocks)]
         feed.cursor = reply.seq

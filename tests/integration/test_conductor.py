@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from opentelemetry import context as trace_context
 
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats import NatsBus
@@ -35,11 +38,12 @@ from shared.messages import (
     SyncEvents,
     WorkersQuery,
 )
+from shared.telemetry import tracing
 from tests.support.eventually import Eventually
 
 BLOCK_TOKENS = 16
-SPEC = CacheSpec(model="toy", weights_digest="w", tokenizer_digest="t", dtype="float32", layers=1, kv_heads=1, head_dim=8,
-                 block_tokens=BLOCK_TOKENS, max_context=4096)
+SPEC = CacheSpec(model="toy", weights_digest="w", tokenizer_digest="t", dtype="float32", layers=1, kv_heads=1,
+                 head_dim=8, block_tokens=BLOCK_TOKENS, max_context=4096)
 HEARTBEAT_S = 0.2
 RING = 3
 PAGE_BLOCKS = 4
@@ -80,14 +84,15 @@ class ScriptedWorker:
 
     async def hello(self) -> None:
         await self.bus.publish(HELLO.at(worker=self.id), Hello(
-            worker=self.id, incarnation=self.incarnation, role=self.role, spec=self.spec, capacity_blocks=1000, max_running=8,
-            endpoint=Endpoint(worker=self.id, incarnation=self.incarnation, host=HostId("h")), started_at_s=float(self.life)))
+            worker=self.id, incarnation=self.incarnation, role=self.role, spec=self.spec, capacity_blocks=1000,
+            endpoint=Endpoint(worker=self.id, incarnation=self.incarnation, host=HostId("h")), max_running=8,
+            started_at_s=float(self.life)))
 
     async def store(self, keys: list[BlockKey], *, lose: bool = False) -> None:
         self.blocks.update(dict.fromkeys(keys))
         self.seq += 1
-        await self._announce(Stored(worker=self.id, incarnation=self.incarnation, seq=self.seq, spec=self.spec.digest, at_s=0.0,
-                                    blocks=[self._block(key) for key in keys]), lose)
+        await self._announce(Stored(worker=self.id, incarnation=self.incarnation, seq=self.seq, spec=self.spec.digest,
+                                    at_s=0.0, blocks=[self._block(key) for key in keys]), lose)
 
     async def evict(self, keys: list[BlockKey], *, lose: bool = False) -> None:
         for key in keys:
@@ -176,7 +181,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 async def workers(nats_url: str) -> AsyncIterator[dict[str, ScriptedWorker]]:
     roles: dict[str, Role] = {"prefill-1": "prefill", "prefill-2": "prefill", "decode-1": "decode"}
     async with NatsBus.connect(nats_url, name="workers") as bus, AsyncExitStack() as stack:
-        yield {name: await stack.enter_async_context(ScriptedWorker(bus, name, role).open()) for name, role in roles.items()}
+        yield {name: await stack.enter_async_context(ScriptedWorker(bus, name, role).open())
+               for name, role in roles.items()}
 
 
 async def indexed(bus: Bus) -> dict[str, int]:
@@ -205,7 +211,8 @@ async def test_it_places_where_the_blocks_are_and_a_restarted_one_does_the_same(
     await workers["decode-1"].evict(chat[25:])
     await eventually(lambda: _same(nats_bus, workers), "the index never reached what the workers own")
     before = await place(nats_bus, "r1", doc)
-    assert isinstance(before, Placement) and (before.prefill, before.own_blocks, before.conductor) == ("prefill-1", 10, "c1")
+    assert isinstance(before, Placement)
+    assert (before.prefill, before.own_blocks, before.conductor) == ("prefill-1", 10, "c1")
 
     await first.kill()
     await workers["prefill-2"].store(doc[:4])
@@ -252,7 +259,6 @@ async def test_a_worker_that_restarts_under_its_id_is_another_one(
 async def test_a_worker_with_another_cache_spec_is_refused(
     start: Start, workers: dict[str, ScriptedWorker], nats_bus: NatsBus, eventually: Eventually,
 ) -> None:
-    import msgspec
     await start()
     other = msgspec.structs.replace(SPEC, weights_digest="retrained")
     async with ScriptedWorker(nats_bus, "prefill-9", "prefill", spec=other).open() as stranger:
@@ -274,7 +280,7 @@ async def test_replicas_hear_each_others_decisions(
     assert {answer.conductor for answer in answers} == {"c0", "c1"}, "a queue group shares the work"
     await eventually(lambda: len(announced) == 12)
     for conductor in conductors:
-        await eventually(lambda conductor=conductor: _is(conductor, "moonbus_conductor_in_flight_requests", 12.0))
+        await eventually(partial(_is, conductor, "moonbus_conductor_in_flight_requests", 12.0))
     await listening.close()
 
 
@@ -284,9 +290,6 @@ async def test_decisions_are_spans_of_the_askers_trace(
     traces = tmp_path / "spans.jsonl"
     await start(trace_file=str(traces))
     trace = "0af7651916cd43dd8448eb211c80319c"
-    from opentelemetry import context as trace_context
-
-    from shared.telemetry import tracing
     token = trace_context.attach(tracing.extract({"traceparent": f"00-{trace}-b7ad6b7169203331-01"}))
     try:
         await place(nats_bus, "r1", chain(6, 3))
@@ -295,10 +298,13 @@ async def test_decisions_are_spans_of_the_askers_trace(
     await eventually(lambda: traces.exists() and "place.decide" in traces.read_text())
     span = next(json.loads(line) for line in traces.read_text().splitlines() if "place.decide" in line)
     assert trace in json.dumps(span)
-    assert {"moonbus.candidates", "moonbus.prefill", "moonbus.decode", "moonbus.predicted_ttft_s"} <= set(span["attributes"])
+    wanted = {"moonbus.candidates", "moonbus.prefill", "moonbus.decode", "moonbus.predicted_ttft_s"}
+    assert wanted <= set(span["attributes"])
 
 
-async def test_a_stopped_conductor_leaves_and_a_missing_nats_is_one_line(start: Start, workers: dict[str, ScriptedWorker]) -> None:
+async def test_a_stopped_conductor_leaves_and_a_missing_nats_is_one_line(
+    start: Start, workers: dict[str, ScriptedWorker],
+) -> None:
     conductor = await start()
     conductor.process.terminate()
     assert await asyncio.wait_for(conductor.process.wait(), 10) == 0

@@ -90,7 +90,9 @@ class Worker:
         """Predicted seconds until a new prompt's computing starts here."""
         known_s = sum(job.work_s * (1.0 - job.done_share) for job in self.prefilling.values())
         if (head := next(iter(self.prefilling.values()), None)) is not None:
-            since_s = max(head.started_s or head.placed_s, self.prefilled_s, self.load_s if head.done_share else -math.inf)
+            since_s = max(head.started_s or head.placed_s, self.prefilled_s)
+            if head.done_share:
+                since_s = max(since_s, self.load_s)
             left_s = head.work_s * (1.0 - head.done_share)
             known_s += max(left_s - (now - since_s), min(left_s, head.work_s * _LEAST_REMAINING)) - left_s
         if not self.unexplained_tokens:
@@ -262,9 +264,11 @@ class Cluster:
             worker.costs.observe_step(progress.step_s, batch=progress.batch, context_tokens=progress.context_tokens)
 
     def load(self, load: Load, now: float) -> None:
-        """A heartbeat corrects what is believed of the worker."""
+        """A heartbeat corrects what is believed of the worker; one of an earlier life, or below zero, does not."""
         worker = self.workers.get(load.worker)
-        if worker is None:
+        if worker is None or worker.hello.incarnation != load.incarnation:
+            return
+        if min(load.queued, load.queued_tokens, load.running, load.context_tokens, load.free_blocks) < 0:
             return
         worker.load, worker.load_s = load, now
         if load.role == "prefill":
@@ -274,8 +278,9 @@ class Cluster:
         settled_s = now - self._policy.settle_s
         for job in [job for job in worker.prefilling.values() if job.placed_s < settled_s]:
             self._prefilled(job, now)
-        for job in [job for job in worker.decoding.values() if job.prefilled_s is not None and job.prefilled_s < settled_s]:
-            self.release(job.request, now=now)
+        for job in list(worker.decoding.values()):
+            if job.prefilled_s is not None and job.prefilled_s < settled_s:
+                self.release(job.request, now=now)
 
     def answered(self, completion_tokens: int) -> None:
         """A request ended by itself after so many tokens."""

@@ -81,7 +81,8 @@ class Fit:
             residuals = 1.0 - parts @ (1.0 + change)
             weights = age_weights * np.minimum(1.0, _HUBER / np.maximum(np.abs(residuals), 1e-9))
             weighted = parts * weights[:, None]
-            change = np.linalg.solve(weighted.T @ parts + _PULL * np.eye(len(change)), weighted.T @ (1.0 - parts.sum(1)))
+            pulled = weighted.T @ parts + _PULL * np.eye(len(change))
+            change = np.linalg.solve(pulled, weighted.T @ (1.0 - parts.sum(1)))
         factors = np.clip(1.0 + change, 1 / _CLIP, _CLIP)
         self._coefficients = tuple((self._profile * pace * factors).tolist())
 
@@ -101,7 +102,8 @@ class Costs:
 
     def observe_prefill(self, seconds: float, *, num_tokens: int, hit_tokens: int) -> bool:
         """One prefill took ``seconds`` of computing."""
-        return num_tokens > hit_tokens >= 0 and self._prefill.observe(seconds, *_prefill_features(num_tokens, hit_tokens))
+        features = _prefill_features(num_tokens, hit_tokens)
+        return num_tokens > hit_tokens >= 0 and self._prefill.observe(seconds, *features)
 
     def step_s(self, *, batch: int, context_tokens: int) -> float:
         """One decode step."""

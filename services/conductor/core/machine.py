@@ -103,8 +103,8 @@ class Converged(Effect, frozen=True):
     missing: list[WorkerId]
 
 
-Event = (Started | Reconnected | Hello | Load | Bye | Stored | Evicted | Progress | Placed | Cancel | RequestDone | Asked
-         | Answered | Unanswered | Woke)
+Event = (Started | Reconnected | Hello | Load | Bye | Stored | Evicted | Progress | Placed | Cancel | RequestDone
+         | Asked | Answered | Unanswered | Woke)
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,13 @@ class Conductor:
                 actions = self._feed.heartbeat(event.worker, event.incarnation, event.kv_seq, now)
                 return [*effects, *self._act(actions, now)]
             case Hello():
+                if wrong := _impossible(event):
+                    return [self._refuse(event, wrong)]
                 return self._changes(self._membership.hello(event, now=now), now)
             case Bye():
                 return self._changes(self._membership.bye(event), now)
             case Placed():
-                if event.placement.conductor != self.id:
+                if event.placement.conductor != self.id and math.isfinite(event.placement.predicted_ttft_s):
                     self._count(event, now)
                 return []
             case Cancel():
@@ -227,8 +229,9 @@ class Conductor:
             workers[kind] = workers.get(kind, 0) + 1
         return Statistics(
             workers=workers, blocks={worker: self._index.blocks_of(worker) for worker in self._cluster.workers},
-            dropped_blocks=self._index.dropped_blocks, promised_blocks=len(self._promises), jobs=len(self._cluster.jobs),
-            mismatched_events=self._mismatched_events, feed=self._feed.statistics, syncs=dict(self._syncs),
+            dropped_blocks=self._index.dropped_blocks, promised_blocks=len(self._promises),
+            jobs=len(self._cluster.jobs), mismatched_events=self._mismatched_events, feed=self._feed.statistics,
+            syncs=dict(self._syncs),
             errors={(worker.id, model): error for worker in self._cluster.workers.values()
                     for model, error in worker.costs.errors().items()})
 
@@ -259,8 +262,8 @@ class Conductor:
 
     def _usable(self, workers: Iterable[Worker], exclude: Iterable[WorkerId]) -> Usable:
         members, excluded = self._membership.members, set(exclude)
-        takers = [worker for worker in workers if members[worker.id].state == "alive" and not members[worker.id].draining
-                  and worker.hello.role in ("prefill", "decode")]
+        takers = [worker for worker in workers if worker.hello.role in ("prefill", "decode")
+                  and members[worker.id].state == "alive" and not members[worker.id].draining]
         left = [worker for worker in takers if worker.id not in excluded]
         return Usable(prefill=[worker for worker in left if worker.hello.role == "prefill"],
                       decode=[worker for worker in left if worker.hello.role == "decode"],
@@ -320,14 +323,17 @@ class Conductor:
                 case Unknown():
                     effects += self._call_roll(now)
                 case Conflict(hello=hello, message=message):
-                    refuse = Refuse(worker=hello.worker, incarnation=hello.incarnation, message=message)
-                    effects.append(Publish(self._addresses.refuse(hello.worker), refuse))
+                    effects.append(self._refuse(hello, message))
         return effects
 
     def _join(self, hello: Hello, now: float) -> list[Effect]:
         self._lose(hello.worker)
         self._cluster.join(hello)
         return self._act(self._feed.joined(hello.worker, hello.incarnation, now), now)
+
+    def _refuse(self, hello: Hello, message: str) -> Effect:
+        return Publish(self._addresses.refuse(hello.worker), Refuse(
+            worker=hello.worker, incarnation=hello.incarnation, message=message))
 
     def _lose(self, worker: WorkerId) -> None:
         self._feed.left(worker)
@@ -390,7 +396,9 @@ class Conductor:
         return [*effects, *self._converge(now)]
 
     def _converge(self, now: float) -> list[Effect]:
-        if self._started_s is None or self._converge_s is None or now < self._started_s + self._policy.rollcall_window_s:
+        if self._started_s is None or self._converge_s is None:
+            return []
+        if now < self._started_s + self._policy.rollcall_window_s:
             return []
         missing = [worker for worker in self._cluster.workers if not self._feed.is_converged(worker)]
         self._converge_s = self._started_s + self._policy.converge_within_s
@@ -398,6 +406,17 @@ class Conductor:
             return []
         self._converge_s = None
         return [Converged(workers=len(self._cluster.workers), missing=missing)]
+
+
+def _impossible(hello: Hello) -> str:
+    """What no worker can be like; empty when all is well."""
+    spec = hello.spec
+    sizes = {"layers": spec.layers, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim,
+             "block_tokens": spec.block_tokens, "max_running": hello.max_running}
+    small = [f"{name} is {size}" for name, size in sizes.items() if size < 1]
+    if spec.dtype not in ("float32", "float16", "bfloat16"):
+        small.append(f"dtype is {spec.dtype!r}")
+    return f"worker {hello.worker} registers what cannot be: {', '.join(small)}" if small else ""
 
 
 def _wrong(ask: PlaceRequest) -> str:

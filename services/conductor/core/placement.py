@@ -89,14 +89,15 @@ class Placer:
         self._conductor, self._policy = conductor, policy
         self._rng = random.Random(seed)
 
-    def place(self, ask: PlaceRequest, cluster: Cluster, usable: Usable, match: Match, *, now: float) -> Placement | Rejection:
+    def place(self, ask: PlaceRequest, cluster: Cluster, usable: Usable, match: Match, *,
+              now: float) -> Placement | Rejection:
         """The decision on ``ask``; changes nothing but the generator. ``match`` is over at most the reusable blocks."""
         reasons = Reasons(ask, now)
         if not usable.prefill or not usable.decode:
             return reasons.no_worker(prefill=len(usable.prefill), decode=len(usable.decode), excluded=usable.excluded,
                                      retry_after_s=self._policy.suspect_after_s)
-        options = sorted((option for worker in usable.prefill for option in self._options(ask, worker, cluster, match, now)),
-                         key=lambda option: option.ttft_s)
+        options = [option for worker in usable.prefill for option in self._options(ask, worker, cluster, match, now)]
+        options.sort(key=lambda option: option.ttft_s)
         candidates = [option.candidate() for option in options[:self._policy.candidates]]
         prefill = self._draw([option for option in options if option.queue_s <= self._policy.max_queue_s])
         if prefill is None:
@@ -112,7 +113,8 @@ class Placer:
             return reasons.tbt(decode.tbt_s, tbt_slo_s, decode.worker, candidates)
         return self._placement(ask, prefill, decode, candidates)
 
-    def _placement(self, ask: PlaceRequest, prefill: _Option, decode: _Decode, candidates: list[Candidate]) -> Placement:
+    def _placement(self, ask: PlaceRequest, prefill: _Option, decode: _Decode,
+                   candidates: list[Candidate]) -> Placement:
         hit_blocks = prefill.own_blocks + prefill.fetched_blocks
         return Placement(
             request=ask.request, attempt=ask.attempt, conductor=self._conductor,
@@ -157,9 +159,9 @@ class Placer:
         senders = [owner for owner in owners if owner != worker.id]
         if end == start or not senders:
             return None
-        receiver_host = worker.hello.endpoint.host
-        owner = min((cluster.workers[sender] for sender in senders),
-                    key=lambda owner: (owner.hello.endpoint.host != receiver_host, owner.sending_bytes(), self._rng.random()))
+        host = worker.hello.endpoint.host
+        owner = min((cluster.workers[sender] for sender in senders), key=lambda owner: (
+            owner.hello.endpoint.host != host, owner.sending_bytes(), self._rng.random()))
         return Source(owner=owner.id, incarnation=owner.hello.incarnation, first_block=start, num_blocks=end - start)
 
     @staticmethod
@@ -180,7 +182,8 @@ class Placer:
         if not found:
             return None
         best = min(found, key=lambda one: (one.wait_s, one.tbt_s))
-        equals = [one for one in found if one.wait_s <= best.wait_s and one.tbt_s <= best.tbt_s * (1 + self._policy.tie)]
+        limit_s = best.tbt_s * (1 + self._policy.tie)
+        equals = [one for one in found if one.wait_s <= best.wait_s and one.tbt_s <= limit_s]
         most = max(one.own_blocks for one in equals)
         return self._rng.choice([one for one in equals if one.own_blocks == most])
 

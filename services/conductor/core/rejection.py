@@ -38,7 +38,8 @@ class Reasons:
         needed = decoders[0].needed_blocks(self._ask.num_tokens, self._ask.max_tokens)
         free = max(worker.free_blocks() for worker in decoders)
         if needed > free:
-            message = f"the request needs {needed} blocks of decode memory, the emptiest of {len(decoders)} workers has {free}"
+            message = (f"the request needs {needed} blocks of decode memory, "
+                       f"the emptiest of {len(decoders)} workers has {free}")
             wait_s = min(worker.next_free_s(self._now) for worker in decoders)
         else:
             wait_s = min(worker.slot_wait_s(self._now) for worker in decoders)
@@ -51,7 +52,8 @@ class Reasons:
         alone_s = ttft_s - queue_s
         message = f"the first token is predicted after {ttft_s:.2f} s, asked are {slo_s:.2f} s"
         if alone_s > slo_s:
-            return self._rejection("ttft", f"{message}; without a queue it would be {alone_s:.2f} s", queue_s, candidates)
+            message = f"{message}; without a queue it would be {alone_s:.2f} s"
+            return self._rejection("ttft", message, queue_s, candidates)
         return self._rejection("ttft", message, ttft_s - slo_s, candidates)
 
     def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate]) -> Rejection:
@@ -60,6 +62,7 @@ class Reasons:
             "tbt", f"the time between tokens is predicted as {tbt_s * 1e3:.0f} ms, asked are {slo_s * 1e3:.0f} ms",
             worker.next_free_s(self._now), candidates)
 
-    def _rejection(self, code: RejectionCode, message: str, retry_after_s: float, candidates: list[Candidate]) -> Rejection:
+    def _rejection(self, code: RejectionCode, message: str, retry_after_s: float,
+                   candidates: list[Candidate]) -> Rejection:
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
                          retry_after_s=min(max(retry_after_s, _SHORTEST_S), _LONGEST_S))

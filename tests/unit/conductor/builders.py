@@ -28,8 +28,8 @@ from shared.messages import (
 from tests.support.playbook import Playbook
 
 BLOCK_TOKENS = 64
-SPEC = CacheSpec(model="toy", weights_digest="w", tokenizer_digest="t", dtype="float32", layers=2, kv_heads=1, head_dim=8,
-                 block_tokens=BLOCK_TOKENS, max_context=8192)
+SPEC = CacheSpec(model="toy", weights_digest="w", tokenizer_digest="t", dtype="float32", layers=2, kv_heads=1,
+                 head_dim=8, block_tokens=BLOCK_TOKENS, max_context=8192)
 OTHER_SPEC = CacheSpec(model="other", weights_digest="w2", tokenizer_digest="t", dtype="float32", layers=2, kv_heads=1,
                        head_dim=8, block_tokens=BLOCK_TOKENS, max_context=8192)
 PROFILE = Profile(prefill_fixed_s=0.01, prefill_per_token_s=1e-3, prefill_per_token2_s=0.0, decode_fixed_s=0.02,
@@ -58,7 +58,8 @@ def conductor(name: str = "c1", *, seed: int = 1, **policy: Any) -> Conductor:
 
 
 def hello(worker: str, role: Literal["prefill", "decode", "store"] = "prefill", *, life: int = 1, host: str = "h1",
-          spec: CacheSpec = SPEC, profile: Profile = PROFILE, capacity_blocks: int = 1000, max_running: int = 8) -> Hello:
+          spec: CacheSpec = SPEC, profile: Profile = PROFILE, capacity_blocks: int = 1000,
+          max_running: int = 8) -> Hello:
     incarnation = life_of(worker, life)
     return Hello(worker=WorkerId(worker), incarnation=incarnation, role=role, spec=spec, profile=profile,
                  endpoint=Endpoint(worker=WorkerId(worker), incarnation=incarnation, host=HostId(host)),

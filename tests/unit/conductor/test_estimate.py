@@ -27,7 +27,8 @@ def test_a_worker_that_turns_twice_as_slow_is_recognised_within_20_requests() ->
     for slower in (1.0, 2.0):
         for _ in range(20):
             tokens = rng.randint(100, 8000)
-            costs.observe_prefill(truth(tokens, 0, slower=slower) * rng.uniform(0.95, 1.05), num_tokens=tokens, hit_tokens=0)
+            seconds = truth(tokens, 0, slower=slower) * rng.uniform(0.95, 1.05)
+            costs.observe_prefill(seconds, num_tokens=tokens, hit_tokens=0)
     for tokens in (200, 2000, 8000):
         assert costs.prefill_s(num_tokens=tokens, hit_tokens=0) == pytest.approx(truth(tokens, 0, slower=2.0), rel=0.1)
     assert costs.errors()["prefill"] < 0.15
@@ -66,7 +67,8 @@ def test_impossible_observations_are_refused(seconds: float) -> None:
 
 
 def test_impossible_profiles_give_finite_estimates() -> None:
-    costs = Costs(Profile(prefill_fixed_s=math.nan, prefill_per_token_s=math.inf, decode_fixed_s=-5.0, transfer_bytes_per_s=0.0))
+    costs = Costs(Profile(prefill_fixed_s=math.nan, prefill_per_token_s=math.inf, decode_fixed_s=-5.0,
+                          transfer_bytes_per_s=0.0))
     assert 0 <= costs.prefill_s(num_tokens=1000, hit_tokens=0) < math.inf
     assert 0 <= costs.step_s(batch=1, context_tokens=0) < math.inf
     assert 0 <= costs.transfer_s(1000, same_host=True) < math.inf

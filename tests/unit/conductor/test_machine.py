@@ -7,7 +7,7 @@ import random
 import msgspec
 
 from services.conductor.core.machine import Conductor, Converged, Reconnected, Started
-from shared.ids import RequestId, WorkerId
+from shared.ids import BlockKey, GatewayId, RequestId, WorkerId
 from shared.kv import Tier, pack_keys
 from shared.machine import Answered, Asked, Publish, Reply, Request, Unanswered
 from shared.messages import (
@@ -53,7 +53,8 @@ def indexed(play: Playbook) -> dict[str, int]:
 
 class TestConvergence:
     def test_rollcall_then_every_worker_tells_its_blocks(self) -> None:
-        play = (Playbook(conductor()) >> Started() << like(Publish, address="rollcall", message=like(Rollcall, asker="c1"))
+        play = (Playbook(conductor())
+                >> Started() << like(Publish, address="rollcall", message=like(Rollcall, asker="c1"))
                 >> hello("p1") << like(Request, address="sync p1", message=Since(incarnation=life_of("p1"), seq=0)))
         play >> after(1.0)
         play.done()  # p1 has not answered yet
@@ -132,7 +133,8 @@ class TestWorkers:
         play = stage(hello("p1"), hello("p2"), hello("d1", "decode")) >> stored("p1", 1, doc)
         in_flight = answer(play, ask("r1", doc))
         assert in_flight.prefill == "p1"
-        (play >> hello("p1", life=2) << like(Request, address="sync p1", message=Since(incarnation=life_of("p1", 2), seq=0))).done()
+        since = Since(incarnation=life_of("p1", 2), seq=0)
+        (play >> hello("p1", life=2) << like(Request, address="sync p1", message=since)).done()
         assert indexed(play)["p1"] == 0
         play >> stored("p1", 2, doc)  # of its former life, late
         tag = next(effect.tag for effect in reversed(play.story) if isinstance(effect, Request))
@@ -168,6 +170,19 @@ class TestWorkers:
         assert indexed(play)["p1"] == 0
         assert isinstance(play.machine, Conductor) and play.machine.statistics().mismatched_events == 1
 
+    def test_what_no_worker_can_be_is_refused(self) -> None:
+        for impossible in (msgspec.structs.replace(SPEC, block_tokens=0), msgspec.structs.replace(SPEC, dtype="int3")):
+            play = stage() >> hello("p1", spec=impossible)
+            (play << like(Publish, address="refuse p1", message=like(Refuse, worker="p1"))).done()
+            assert workers(play).workers == []
+
+    def test_heartbeats_of_an_earlier_life_or_below_zero_are_not_believed(self) -> None:
+        play = stage(hello("p1", life=2), hello("d1", "decode"))
+        play >> load("p1", life=1, queued=5, queued_tokens=50_000)
+        play.take()
+        play >> load("p1", life=2, queued=1, queued_tokens=-3000)
+        assert workers(play).workers[1].waiting_s == 0
+
     def test_an_owner_that_is_gone_while_suspect_is_dead(self) -> None:
         play = stage(hello("p1"))
         play >> after(2.6)
@@ -199,7 +214,7 @@ class TestIndex:
         names = ("p1", "p2", "d1")
         early = stage(*(hello(name, "decode" if name == "d1" else "prefill") for name in names))
         prompts = [chain(f"doc{i}", 12) for i in range(6)]
-        truth: dict[str, set[bytes]] = {name: set() for name in names}
+        truth: dict[str, set[BlockKey]] = {name: set() for name in names}
         seqs = dict.fromkeys(names, 0)
         for _ in range(400):
             name, keys = rng.choice(names), rng.choice(prompts)
@@ -217,7 +232,7 @@ class TestIndex:
         for name in names:
             late >> hello(name, "decode" if name == "d1" else "prefill")
             (asked,) = late.take()
-            late.run(pages(late, asked, name, seqs[name], sorted(truth[name])))
+            late.run(pages(asked, name, seqs[name], sorted(truth[name])))
         expected = {name: len(blocks) for name, blocks in truth.items()}
         assert indexed(early) == indexed(late) == expected
         for i, keys in enumerate(prompts):
@@ -237,15 +252,13 @@ class TestIndex:
         assert indexed(play)["p1"] == 0
 
 
-def pages(play: Playbook, asked: Request, name: str, seq: int, keys: list[bytes], *, page_blocks: int = 7) -> list[Answered]:
+def pages(asked: Request, name: str, seq: int, keys: list[BlockKey], *, page_blocks: int = 7) -> list[Answered]:
     """The owner's snapshot as answers to the questions that follow one another."""
     cut = [keys[i:i + page_blocks] for i in range(0, len(keys), page_blocks)] or [[]]
-    answers, tag = [], asked.tag
-    for number, part in enumerate(cut):
-        answers.append(Answered(tag, SnapshotPage(
-            worker=WorkerId(name), incarnation=life_of(name), seq=seq, spec=SPEC.digest, snapshot="s", page=number,
-            pages=len(cut), blocks=[StoredBlock(key=key, parent=key, depth=0, nbytes=1) for key in part])))  # type: ignore[arg-type]
-    return answers
+    return [Answered(asked.tag, SnapshotPage(
+        worker=WorkerId(name), incarnation=life_of(name), seq=seq, spec=SPEC.digest, snapshot="s", page=number,
+        pages=len(cut), blocks=[StoredBlock(key=key, parent=key, depth=0, nbytes=1) for key in part]))
+        for number, part in enumerate(cut)]
 
 
 class TestLoad:
@@ -291,10 +304,10 @@ class TestLoad:
         assert self.waiting(play) == 0
 
     def test_cancel_done_failure_and_a_new_attempt_free_everything(self) -> None:
-        done = RequestDone(request=RequestId("r1"), gateway="g", model="toy", spec=SPEC.digest, tenant="t",  # type: ignore[arg-type]
+        done = RequestDone(request=RequestId("r1"), gateway=GatewayId("g"), model="toy", spec=SPEC.digest, tenant="t",
                            received_at_s=0.0, outcome="ok", completion_tokens=5)
-        for end in (Cancel(request=RequestId("r1"), reason="client gone"), done, progress("r1", "d1", "finished", step_s=0.03, batch=1),
-                    progress("r1", "p1", "failed")):
+        for end in (Cancel(request=RequestId("r1"), reason="client gone"), done, progress("r1", "p1", "failed"),
+                    progress("r1", "d1", "finished", step_s=0.03, batch=1)):
             play = self.stage()
             answer(play, ask("r1", chain("doc", 8)))
             assert self.waiting(play) > 0
@@ -309,7 +322,8 @@ class TestLoad:
         first = answer(play, ask("r1", [], tokens=5000))
         second = answer(play, ask("r1", [], tokens=5000, attempt=1, exclude=[first.prefill]))
         assert second.prefill != first.prefill and self.waiting(play, first.prefill) == 0
-        play >> progress("r1", first.prefill, "prefilled", attempt=0) >> Cancel(request=RequestId("r1"), reason="retry", attempt=0)
+        play >> progress("r1", first.prefill, "prefilled", attempt=0)
+        play >> Cancel(request=RequestId("r1"), reason="retry", attempt=0)
         assert self.waiting(play, second.prefill) > 4
 
     def test_costs_follow_what_is_observed(self) -> None:
@@ -342,7 +356,7 @@ class TestReplicas:
         other >> ask("r1", doc)
         reply, announced = other.take()
         here >> announced.message
-        assert {s.hello.worker: s.waiting_s for s in workers(here).workers} == {s.hello.worker: s.waiting_s for s in workers(other).workers}
+        assert [s.waiting_s for s in workers(here).workers] == [s.waiting_s for s in workers(other).workers]
         follower = answer(here, ask("r2", [*doc, *chain("tail", 1)]))
         assert follower.prefill != reply.message.prefill or follower.own_blocks == 8
         here >> Cancel(request=RequestId("r1"), reason="test") >> Cancel(request=RequestId("r2"), reason="test")
@@ -354,6 +368,15 @@ class TestReplicas:
         _, announced = play.take()
         play >> progress("r1", "p1", "prefilled") >> announced.message
         assert workers(play).workers[1].waiting_s == 0
+
+    def test_a_decision_that_is_no_number_is_ignored(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode"))
+        play >> ask("r1", [], tokens=1000)
+        _, announced = play.take()
+        placement = msgspec.structs.replace(announced.message.placement, predicted_queue_s=float("nan"))
+        other = stage(hello("p1"), hello("d1", "decode"), machine=conductor("c2"))
+        (other >> msgspec.structs.replace(announced.message, placement=placement)).done()
+        assert workers(other).workers[1].waiting_s == 0
 
     def test_a_decision_about_workers_nobody_knows(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode"))

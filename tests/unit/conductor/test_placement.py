@@ -37,8 +37,9 @@ def test_warm_prefix_wins_over_idle_worker() -> None:
     doc = chain("doc", 8)
     (two_and_one() >> stored("p1", 1, doc)
         >> ask("r1", doc)
-        << like(Reply, message=like(Placement, prefill="p1", decode="d1", own_blocks=8, sources=[], hit_tokens=8 * BLOCK_TOKENS,
-                                    prefill_incarnation=life_of("p1"), decode_incarnation=life_of("d1")))
+        << like(Reply, message=like(Placement, prefill="p1", decode="d1", own_blocks=8, sources=[],
+                                    hit_tokens=8 * BLOCK_TOKENS, prefill_incarnation=life_of("p1"),
+                                    decode_incarnation=life_of("d1")))
         << like(Publish, address="placed", message=like(Placed, num_tokens=8 * BLOCK_TOKENS + 32))).done()
 
 
@@ -90,7 +91,8 @@ def test_several_owners_cover_a_prompt_together() -> None:
     play >> stored("p1", 1, doc[:4]) >> stored("p2", 1, doc[4:])
     placement = answer(play, ask("r1", doc, exclude=[WorkerId("p1"), WorkerId("p2")]))
     assert placement.prefill == "p3"
-    assert [(source.owner, source.first_block, source.num_blocks) for source in placement.sources] == [("p1", 0, 4), ("p2", 4, 5)]
+    pulls = [(source.owner, source.first_block, source.num_blocks) for source in placement.sources]
+    assert pulls == [("p1", 0, 4), ("p2", 4, 5)]
 
 
 def test_of_equal_owners_the_one_on_the_same_host_sends() -> None:
@@ -135,15 +137,16 @@ def test_excluded_workers_get_nothing(exclude: list[str]) -> None:
 
 def test_equals_are_drawn_from_and_a_seed_repeats_the_draw() -> None:
     def drawn(seed: int) -> list[str]:
-        return [answer(stage(*(hello(f"p{i}") for i in range(4)), hello("d1", "decode"), seed=seed), ask("r", [], tokens=50)).prefill
-                for _ in range(2)]
+        hellos = [*(hello(f"p{i}") for i in range(4)), hello("d1", "decode")]
+        return [answer(stage(*hellos, seed=seed), ask("r", [], tokens=50)).prefill for _ in range(2)]
     assert all(first == second for first, second in map(drawn, range(20)))
     assert len({drawn(seed)[0] for seed in range(20)}) > 2
 
 
 def test_decode_is_the_one_with_the_shortest_step() -> None:
     play = stage(hello("p1"), hello("d1", "decode"), hello("d2", "decode"))
-    play >> load("d1", role="decode", running=3, context_tokens=3000) >> load("d2", role="decode", running=1, context_tokens=500)
+    play >> load("d1", role="decode", running=3, context_tokens=3000)
+    play >> load("d2", role="decode", running=1, context_tokens=500)
     placement = answer(play, ask("r1", [], tokens=100))
     assert placement.decode == "d2"
     assert placement.predicted_tbt_s == pytest.approx(0.02 + 2 * 0.01 + 600 * 1e-6)
@@ -223,7 +226,8 @@ class TestRejections:
         assert rejected(play).code == "ttft"
         assert isinstance(answer(play, ask("r", [], tokens=1000, ttft_slo_s=3.0)), Placement)
 
-    @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"max_tokens": -1}, {"ttft_slo_s": float("nan")}, {"tbt_slo_s": -1.0}])
+    @pytest.mark.parametrize(
+        "wrong", [{"tokens": 0}, {"max_tokens": -1}, {"ttft_slo_s": float("nan")}, {"tbt_slo_s": -1.0}])
     def test_what_cannot_be_true(self, wrong: dict[str, Any]) -> None:
         assert "cannot be true" in rejected(two_and_one(), **wrong).message
 
@@ -237,7 +241,8 @@ def test_candidates_are_sorted_with_their_terms() -> None:
     play = two_and_one() >> stored("p1", 1, doc) >> load("p1", kv_seq=1, queued=1, queued_tokens=100)
     placement = answer(play, ask("r1", doc))
     assert [candidate.ttft_s for candidate in placement.candidates] == sorted(c.ttft_s for c in placement.candidates)
-    assert {(c.prefill, c.own_blocks, c.fetched_blocks) for c in placement.candidates} == {("p1", 8, 0), ("p2", 0, 8), ("p2", 0, 0)}
+    options = {(c.prefill, c.own_blocks, c.fetched_blocks) for c in placement.candidates}
+    assert options == {("p1", 8, 0), ("p2", 0, 8), ("p2", 0, 0)}
     chosen = placement.candidates[0]
     assert placement.predicted_ttft_s == pytest.approx(chosen.ttft_s)
 
