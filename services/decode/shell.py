@@ -45,6 +45,7 @@ from shared.messages import (
     TokenChunk,
 )
 from shared.telemetry import metrics, tracing
+from shared.units import format_seconds
 from shared.worker.runtime import Worker
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ class DecodeShell:
                        + profile.decode_per_context_token_s * context)
         if predicted_s <= slo_s:
             return ""
-        return f"a batch of {batch} would take {predicted_s * 1e3:.0f} ms a token, over the promised {slo_s * 1e3:.0f} ms"
+        return f"a batch of {batch} would take {format_seconds(predicted_s)} a token, {format_seconds(slo_s)} are promised"
 
     def _join(self, request: _Request, message: Handover) -> None:
         prompt = len(request.tokens)

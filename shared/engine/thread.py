@@ -65,7 +65,8 @@ class EngineThread:
 
     # --- on the thread -----------------------------------------------------------------------------------------
 
-    def _load(self, model: ModelDir, spec: CacheSpec, num_blocks: int, memory: memoryview, device: str, threads: int) -> None:
+    def _load(self, model: ModelDir, spec: CacheSpec, num_blocks: int, memory: memoryview, device: str,
+              threads: int) -> None:
         from shared.engine.kv_pool import KVPool
         from shared.engine.profile import measure
         from shared.engine.runtime import Engine

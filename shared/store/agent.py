@@ -22,7 +22,7 @@ from shared.kv import CacheSpec, Tier, pack_keys, unpack_keys
 from shared.messages import Evicted, KvEvent, PushBlocks, Pushed, Range, StoredBlock, SyncEvents, SyncReply
 from shared.store.blocks import BlockPool, PoolStatistics
 from shared.store.events import EventLog
-from shared.telemetry import metrics
+from shared.telemetry import metrics, tracing
 from shared.transfer import Slice, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -272,6 +272,7 @@ class StoreAgent:
         if len(keys) != len(ask.slots) or any(place.length != self._spec.block_bytes for place in ask.slots):
             return Pushed(operation=ask.operation, blocks=0, nbytes=0, seconds=0.0, path="", why="shape")
         sending = OperationId(f"{ask.operation}.{fresh('send', 3)}")
+        began_s = self._clock.wall()
         slots = self.pin(sending, keys)
         try:
             slices = [Slice(self._segment, self.range(slot).offset, place)
@@ -280,5 +281,8 @@ class StoreAgent:
         finally:
             self.release(sending)
         why = result.error.code if result.error else ("missing" if len(slots) < len(keys) else "")
+        tracing.record("kv.send", start_s=began_s, end_s=self._clock.wall(), attributes={
+            "moonbus.reader": ask.endpoint.worker, "moonbus.blocks": result.arrived, "moonbus.asked": len(keys),
+            "moonbus.bytes": result.nbytes, "moonbus.path": result.path, "moonbus.why": why})
         return Pushed(operation=ask.operation, blocks=result.arrived, nbytes=result.nbytes, seconds=result.seconds,
                       path=result.path, why=why)

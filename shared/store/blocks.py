@@ -6,9 +6,9 @@ Theory of operation. A slot is
 * *private*: belongs to one operation that is filling it; has no key yet;
 * *cached*: sealed under its block key, reusable by anyone. It may also be pinned by operations.
 
-Operations pin what they use, ancestors included, and end with :meth:`BlockPool.release`; there are no time leases. Only cached blocks
-that nobody pins and that no cached block continues (leaves) may be evicted, least recently used first, deeper ones
-first among equals: so a cached prefix never has a hole, and what is cached is always worth something.
+Operations pin what they use, ancestors included, and end with :meth:`BlockPool.release`; there are no time leases.
+Only cached blocks that nobody pins and that no cached block continues (leaves) may be evicted, least recently used
+first, deeper ones first among equals: so a cached prefix never has a hole, and what is cached is worth something.
 
 Two operations may compute the same block at the same time; the first to seal wins, the loser's slot stays private
 to it, and the loser pins the winner so that its own later blocks keep their parent.

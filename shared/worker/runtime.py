@@ -69,7 +69,8 @@ async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Wor
     """The worker's parts, from the model on disk to the store agent on the bus."""
     worker = WorkerId(settings.worker_id or fresh(role, 4))
     if settings.chunk_tokens % settings.block_tokens:
-        raise SettingError("chunk_tokens", settings.chunk_tokens, f"a multiple of block_tokens ({settings.block_tokens})")
+        raise SettingError("chunk_tokens", settings.chunk_tokens,
+                           f"a multiple of block_tokens, which is {settings.block_tokens}")
     incarnation = Incarnation(fresh())
     model = await asyncio.to_thread(resolve, settings.model, settings.cache_path())
     spec = cache_spec(model, dtype=settings.dtype, block_tokens=settings.block_tokens)
@@ -80,17 +81,19 @@ async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Wor
     clock = SystemClock()
     transfer_settings = TransferSettings(
         bind_host=settings.transfer_host, advertise_host=settings.transfer_advertise, paths=settings.transfer_paths,
-        socket_dir=settings.transfer_socket_dir, corrupt_every=settings.transfer_corrupt_every, host_id=settings.host_id,
+        socket_dir=settings.transfer_socket_dir, corrupt_every=settings.transfer_corrupt_every,
+        host_id=settings.host_id,
     )
     async with (
         NatsBus.connect(settings.nats_url, name=worker, credentials=settings.nats_credentials) as bus,
-        TransferEngine.open(worker=worker, incarnation=incarnation, host=settings.host, settings=transfer_settings) as transfer,
+        TransferEngine.open(worker=worker, incarnation=incarnation, settings=transfer_settings) as transfer,
     ):
         segment = transfer.register(SEGMENT, num_blocks * spec.block_bytes)
         began_s = time.monotonic()
         async with EngineThread.open(model, spec, num_blocks, segment.buffer, device=settings.device,
                                      threads=settings.threads) as engine:
-            log.info("action=engine_loaded model=%s blocks=%d seconds=%.2f", model.name, num_blocks, time.monotonic() - began_s)
+            log.info("action=engine_loaded model=%s blocks=%d seconds=%.2f", model.name, num_blocks,
+                     time.monotonic() - began_s)
             pool = BlockPool(num_blocks)
             agent = StoreAgent(worker=worker, incarnation=incarnation, spec=spec, pool=pool, transfer=transfer,
                                segment=SEGMENT, bus=bus, clock=clock)

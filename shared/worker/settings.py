@@ -6,7 +6,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shared.ids import HostId
 from shared.settings import BYTES, CommonSettings
 
 
@@ -27,8 +26,3 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
     transfer_socket_dir: Annotated[str, Meta(description="Directory of the sockets that hand out shared memory; empty for a private one. Containers of one host share a volume here.")] = ""
     transfer_corrupt_every: Annotated[int, Meta(description="For tests: flip a byte in every nth slice sent; 0 for never.", ge=0)] = 0
     host_id: Annotated[str, Meta(description="Identity of the host; equal ids mean shared memory. Empty for the boot id.")] = ""
-
-    @property
-    def host(self) -> HostId:
-        """The configured host id, empty when the boot id is to be used."""
-        return HostId(self.host_id)

@@ -1,4 +1,7 @@
-"""Small services for the lifecycle's tests: ``python -m tests.support.lives BODY ADMIN_PORT DRAIN_S TRACE_FILE OTLP``."""
+"""Small services for the lifecycle's tests.
+
+``python -m tests.support.lives BODY ADMIN_PORT DRAIN_S TRACE_FILE OTLP``
+"""
 
 from __future__ import annotations
 
