@@ -216,7 +216,8 @@ class DecodeShell:
                        + profile.decode_per_context_token_s * context)
         if predicted_s <= slo_s:
             return ""
-        return f"a batch of {batch} would take {format_seconds(predicted_s)} a token, {format_seconds(slo_s)} are promised"
+        pace = f"{format_seconds(predicted_s)} a token"
+        return f"a batch of {batch} would take {pace}, {format_seconds(slo_s)} are promised"
 
     def _join(self, request: _Request, message: Handover) -> None:
         prompt = len(request.tokens)

@@ -91,7 +91,8 @@ class Asker:
                        sources: Sequence[Source] = (), **changes: Any) -> Accepted | Refused:
         message = PrefillJob(
             request=job.request, attempt=job.attempt, spec=job.spec, gateway=self.id, tenant=job.tenant,
-            tokens=job.tokens, keys=job.keys, root=job.root, sampling=job.sampling, sources=list(sources), endpoints=[], decode=decode,
+            tokens=job.tokens, keys=job.keys, root=job.root, sampling=job.sampling, sources=list(sources), endpoints=[],
+            decode=decode,
             landing=reserved.landing, deadline_s=job.deadline_s)
         reply: Accepted | Refused = await self._bus.request(
             JOB.at(worker=prefill), msgspec.structs.replace(message, **changes), timeout_s=5)
