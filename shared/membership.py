@@ -168,7 +168,9 @@ class Membership:
 
     def _conflict(self, hello: Hello) -> str:
         for other in self.members.values():
-            if other.state == "dead" or other.hello.worker == hello.worker or other.hello.spec.model != hello.spec.model:
+            if other.state == "dead" or other.hello.worker == hello.worker:
+                continue
+            if other.hello.spec.model != hello.spec.model:
                 continue
             difference = spec_difference(other.hello.spec, hello.spec)
             if difference:

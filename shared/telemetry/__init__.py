@@ -1,1 +1,1 @@
-"""Seeing it work: ``tracing`` (OpenTelemetry), ``metrics`` (every Prometheus instrument), ``logs`` (records on one line)."""
+"""Seeing it work: ``tracing`` (OpenTelemetry), ``metrics`` (every Prometheus instrument), ``logs`` (one line a record)."""

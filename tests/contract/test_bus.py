@@ -469,6 +469,7 @@ async def test_undecodable_bytes_in_a_stream_are_counted_and_do_not_come_again(
 ) -> None:
     await bus.ensure((STREAM,), (READER,))
     await publish_raw(bus, url, DONE.at().text, b"\xff")
+    await eventually(lambda: pending_is(bus, 1))
     await bus.publish(DONE.at(), done(1))
     durables = await pull_all(bus, 1)
     assert [durable.delivery.message for durable in durables] == [done(1)]
