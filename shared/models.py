@@ -34,6 +34,8 @@ _RECORD = "moonbus.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _STORED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _CHUNK_BYTES = 2**22
+#: what a configuration says about the files' history, not about the model
+_INCIDENTAL = ("transformers_version", "_name_or_path", "_model_name_or_path")
 
 
 class ModelDir(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +113,10 @@ def local_path(name: str) -> Path | None:
 
 
 def resolve(name: str, cache: Path) -> ModelDir:
-    """The model called ``name``; hashes its files the first time. Raises :class:`ModelError` when absent or unusable."""
+    """The model called ``name``; hashes its files the first time.
+
+    Raises :class:`ModelError` when it is absent or unusable.
+    """
     path = local_path(name)
     if path is None:
         path = stored_path(name, cache)
@@ -144,7 +149,8 @@ def describe(name: str, path: Path) -> ModelDir:
         head_dim=_number(config, path, "head_dim", default=hidden // heads),
         max_context=_max_context(config, path),
         vocab=_number(config, path, "vocab_size"),
-        eos_ids=sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_tokenizer_eos(path)}),
+        eos_ids=sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")),
+                        *_tokenizer_eos(path)}),
         bos_id=next(iter(_ids(config.get("bos_token_id"))), None),
     )
 
@@ -169,8 +175,8 @@ def cache_spec(model: ModelDir, *, dtype: str, block_tokens: int) -> CacheSpec:
 def _digests(path: Path) -> _Record:
     """Digests from the record, or computed and recorded when a file is newer, other or unknown."""
     tokenizer_files = [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
-    weight_files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    seen = {file.name: _stamp(file) for file in (*weight_files, *tokenizer_files)}
+    weight_files = sorted(path.glob("*.safetensors"))
+    seen = {file.name: _stamp(file) for file in (path / "config.json", *weight_files, *tokenizer_files)}
     record_path = path / _RECORD
     try:
         known = msgspec.json.decode(record_path.read_bytes(), type=_Record)
@@ -178,7 +184,9 @@ def _digests(path: Path) -> _Record:
         known = None
     if known is not None and known.files == seen:
         return known
-    record = _Record(_sha256(weight_files), _sha256(tokenizer_files), seen)
+    config = _read_json(path / "config.json")
+    decisive = json.dumps({key: value for key, value in config.items() if key not in _INCIDENTAL}, sort_keys=True)
+    record = _Record(_sha256(weight_files, decisive), _sha256(tokenizer_files), seen)
     if os.access(path, os.W_OK):
         _write_atomically(record_path, msgspec.json.encode(record))
     return record
@@ -189,9 +197,9 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _sha256(files: Iterable[Path]) -> str:
-    """Over names, sizes and contents, in the order given."""
-    digest = hashlib.sha256()
+def _sha256(files: Iterable[Path], before: str = "") -> str:
+    """Over ``before``, then names, sizes and contents in the order given."""
+    digest = hashlib.sha256(before.encode())
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
@@ -204,6 +212,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
     """Readers see the old file or the new one; a lost race is a rewrite of the same content."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as stream:
         stream.write(data)
+    os.chmod(stream.name, 0o644)
     os.replace(stream.name, path)
 
 

@@ -58,7 +58,7 @@ def paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: 
     _store(batch, key[0], value[0], layer)
     paged.written(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query[0].unflatten(0, (kv_heads, -1))  # [kv_heads, group, tokens, head_dim]
+    queries = query[0].view(kv_heads, -1, *query.shape[2:])  # [kv_heads, group, tokens, head_dim]
     out = query.new_empty(query.shape[2], kv_heads, queries.shape[1], query.shape[3])
     for i, row in enumerate(batch.prefills):
         mask = batch.prefill_mask(i, sliding_window)
@@ -85,7 +85,10 @@ def _store(batch: Batch, key: torch.Tensor, value: torch.Tensor, layer: int) -> 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float,
             softcap: float | None) -> torch.Tensor:
-    """Many queries a head: [kv_heads, group, new, head_dim] over [kv_heads, 1, context, head_dim]; no mask is causal."""
+    """Many queries a head: [kv_heads, group, new, head_dim] over [kv_heads, 1, context, head_dim].
+
+    No mask means causal.
+    """
     if softcap is not None:
         if mask is None:
             hidden = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu_(1)

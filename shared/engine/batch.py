@@ -86,7 +86,8 @@ class Batch:
         pages = _pages(slots, pool)  # [2, kv_heads, tokens]
         self.vectors = torch.from_numpy(pages * spec.block_tokens + positions % spec.block_tokens).to(device)
         """Int64 [2, kv_heads, tokens]: where layer 0's new keys and values go in ``pool.vectors``."""
-        self.input_ids = torch.from_numpy(np.concatenate([row.tokens for row in rows]).astype(np.int64)).to(device)[None]
+        tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+        self.input_ids = torch.from_numpy(tokens).to(device)[None]
         """Int64 [1, tokens]."""
         self.positions = torch.from_numpy(positions.astype(np.int64)).to(device)[None]
         """Int64 [1, tokens]."""
@@ -160,7 +161,8 @@ def _table(row: Row, pool: KVPool) -> npt.NDArray[np.int64]:
     """The slots that hold the row's context, checked: a wrong slot would be somebody else's KV."""
     needed = -(-row.end // pool.spec.block_tokens)
     if not len(row.tokens) or row.start < 0 or len(row.blocks) < needed:
-        raise ValueError(f"a row of {len(row.tokens)} tokens from {row.start} needs {needed} blocks, got {len(row.blocks)}")
+        raise ValueError(f"a row of {len(row.tokens)} tokens from {row.start} needs {needed} blocks, "
+                         f"got {len(row.blocks)}")
     table = np.asarray(row.blocks[:needed], dtype=np.int64)
     if table.min() < 0 or table.max() >= pool.num_blocks:
         raise ValueError(f"slots {table.min()}..{table.max()} are outside a pool of {pool.num_blocks}")

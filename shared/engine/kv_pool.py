@@ -47,7 +47,8 @@ class KVPool:
 
     @property
     def layer_pages(self) -> int:
-        """Pages of one layer of one block; layer ``l`` of slot ``s`` starts at page ``(s * layers + l) * layer_pages``."""
+        """Pages of one layer of one block: those of layer ``l``, slot ``s`` are
+        ``[(s * layers + l) * layer_pages, (s * layers + l + 1) * layer_pages)``."""
         return 2 * self.spec.kv_heads
 
     def to_host(self, blocks: Sequence[int], layer: int | None = None) -> None:

@@ -14,7 +14,7 @@ from shared.errors import UserError
 @cache
 def torch() -> Any:
     """The module; raises :class:`UserError` when the engine is not installed."""
-    return _import("torch")
+    return require("torch")
 
 
 @cache
@@ -22,13 +22,14 @@ def transformers() -> Any:
     """The module, with its progress bars, advice and telemetry off: users see only what moonbus says."""
     torch()
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    module = _import("transformers")
+    module = require("transformers")
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
     return module
 
 
-def _import(name: str) -> Any:
+def require(name: str) -> Any:
+    """Imports ``name``; raises :class:`UserError` with the way out when it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside other people's packages

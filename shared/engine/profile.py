@@ -11,7 +11,7 @@ from shared.engine.batch import Row
 from shared.engine.runtime import Engine
 from shared.messages import Profile
 
-_SHORT, _LONG = 16, 96
+_SHORT, _LONG = 16, 64
 """Tokens of the two prefill passes that a line is laid through."""
 _CONTEXT = 1024
 """Tokens of context that attention's own cost is measured over."""
