@@ -6,7 +6,6 @@ registered on it.
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -106,7 +106,7 @@ def run_command(
         timeout_s=_seconds("--timeout", timeout), ask_slo=ask_slo,
     )
     plots.require()  # now, not after an hour of load
-    asyncio.run(run(options, Console(stderr=True)))
+    uvloop.run(run(options, Console(stderr=True)))
     _show_end(options.out)
 
 

@@ -170,34 +170,42 @@ class GatewayClient:
         return answer
 
     async def _read_events(self, response: httpx.Response, answer: Answer) -> None:
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
+        """Reads to ``[DONE]`` or the first sign that there will be none; events of one read get one time."""
+        rest = b""
+        async for part in response.aiter_bytes():
             now = self._clock()
-            data = line[5:].strip()
-            if data == "[DONE]":
-                answer.ended = True
-                return
-            try:
-                event = _event_decoder.decode(data)
-            except msgspec.DecodeError as error:
-                answer.code, answer.message = "bad_event", f"{error} in {data[:200]}"
-                return
-            if event.error is not None:
-                answer.code = str(event.error.code or event.error.type or "error")
-                answer.message = event.error.message
-                return
-            if event.usage is not None:
-                answer.prompt_tokens = event.usage.prompt_tokens
-                answer.completion_tokens = event.usage.completion_tokens
-                details = event.usage.prompt_tokens_details
-                answer.cached_tokens = details.cached_tokens if details else None
-            for choice in event.choices:
-                if choice.has_text:
-                    answer.chunk_at.append(now)
-                if choice.finish_reason:
-                    answer.finish, answer.finish_at = choice.finish_reason, now
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:") and _take(line[5:].strip(), answer, now):
+                    return
         answer.code, answer.message = "truncated", "the stream ended without [DONE]"
+
+
+def _take(data: bytes, answer: Answer, now: float) -> bool:
+    """Notes what one event says; whether it was the last."""
+    if data == b"[DONE]":
+        answer.ended = True
+        return True
+    try:
+        event = _event_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        answer.code, answer.message = "bad_event", f"{error} in {data[:200].decode(errors='replace')}"
+        return True
+    if event.error is not None:
+        answer.code = str(event.error.code or event.error.type or "error")
+        answer.message = event.error.message
+        return True
+    if event.usage is not None:
+        answer.prompt_tokens = event.usage.prompt_tokens
+        answer.completion_tokens = event.usage.completion_tokens
+        details = event.usage.prompt_tokens_details
+        answer.cached_tokens = details.cached_tokens if details else None
+    for choice in event.choices:
+        if choice.has_text:
+            answer.chunk_at.append(now)
+        if choice.finish_reason:
+            answer.finish, answer.finish_at = choice.finish_reason, now
+    return False
 
 
 @asynccontextmanager

@@ -17,6 +17,9 @@ from load import plots, slo
 from load.record import REPORT_FILE, RunInfo, RunRecord, read_run
 from shared.units import format_seconds
 
+_TOLERABLE_LAG_S = 0.5
+"""A replay whose slowest tenth leaves later than this is called unpunctual."""
+
 _SAMPLES = 5
 """Messages of failures shown per code."""
 
@@ -86,13 +89,19 @@ def _headline(summary: slo.Summary) -> list[Row]:
     ]
 
 
-def _state(info: RunInfo, summary: slo.Summary) -> str:
+def _state(info: RunInfo, summary: slo.Summary) -> list[str]:
+    """What a reader must know before the numbers."""
+    said = []
     if info.duration_s is None:
-        return (f"This run was not brought to its end: {summary.offered} of {info.planned} requests have a record, "
-                "those in flight when it stopped have none.")
-    if info.interrupted:
-        return f"This run was stopped early: {summary.offered} of {info.planned} requests have a record."
-    return ""
+        said.append(f"This run was not brought to its end: {summary.offered} of {info.planned} requests have a record, "
+                    "those in flight when it stopped have none.")
+    elif info.interrupted:
+        said.append(f"This run was stopped early: {summary.offered} of {info.planned} requests have a record.")
+    if summary.lag is not None and summary.lag.percentiles[90] > _TOLERABLE_LAG_S:
+        said.append(f"The client could not keep the schedule: a tenth of the requests left at least "
+                    f"{format_seconds(summary.lag.percentiles[90])} late. The load was lower than it says; use a "
+                    "faster or less busy machine, or a lower rate.")
+    return said
 
 
 def _facts(info: RunInfo) -> list[Row]:

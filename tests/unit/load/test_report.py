@@ -90,6 +90,12 @@ def test_an_unfinished_run_is_called_so() -> None:
     assert "stopped early: 1 of 3" in report.render(stopped, [OK])
 
 
+def test_a_client_that_was_too_slow_is_called_so() -> None:
+    late = msgspec.structs.replace(OK, sent_s=2.0, first_token_s=2.5, finished_s=3.0)
+    assert "could not keep the schedule" in report.render(INFO, [late])
+    assert "could not keep the schedule" not in report.render(INFO, [OK])
+
+
 def test_figures_are_well_formed_theme_free_and_repeatable() -> None:
     records, bounds = [OK, REJECTED, FAILED], Slo(1.0, 0.1)
     for draw in (lambda: plots.latency_cdf(records, bounds), lambda: plots.goodput(records, bounds),
