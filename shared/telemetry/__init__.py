@@ -1,1 +1,1 @@
-"""Seeing it work: ``tracing`` (OpenTelemetry), ``metrics`` (every Prometheus instrument), ``logs`` (one line a record)."""
+"""Seeing it work: ``tracing`` (OpenTelemetry), ``metrics`` (Prometheus instruments), ``logs`` (one line a record)."""
