@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -177,6 +178,32 @@ async def test_usage_in_every_chunk_when_asked(stage: Stage) -> None:
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == len(ids)
 
 
+async def test_a_quiet_stream_is_kept_open(stage_with: Open) -> None:
+    async with stage_with(keepalive_comment_s=0.05) as stage:
+        stage.say("the quick brown fox")
+        stage.cluster.pause_at = 2
+        async with stage.http.stream("POST", "/v1/chat/completions", json={**OK, "stream": True}) as response:
+            seen = ""
+            async for text in response.aiter_text():
+                seen += text
+                if ": ping\n\n" in seen:
+                    stage.cluster.go_on.set()
+        assert seen.endswith("data: [DONE]\n\n") and seen.index(": ping") < seen.index(" brown")
+
+
+async def test_the_first_token_is_timed_where_the_client_sees_it(stage: Stage) -> None:
+    stage.cluster.pause_at = 0
+    loop, begun_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+    asking = asyncio.create_task(stage.ask(stream=True))
+    await stage.cluster.paused.wait()
+    stage.cluster.go_on.set()
+    await anext(aiter(await asking))
+    seen_s = loop.time() - begun_s
+    done = await stage.done()
+    assert done.ttft_s is not None and 0 < done.ttft_s <= seen_s
+    assert seen_s - done.ttft_s < 0.25  # a few milliseconds when nothing else runs on the machine
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_strings_end_the_answer_and_never_show(stage: Stage, stream: bool) -> None:
     stage.say("the quick brown fox jumps over the lazy dog " * 5, "length")
@@ -258,7 +285,6 @@ async def test_ready_only_when_it_can_serve(stage_with: Open) -> None:
 
 async def test_a_model_with_another_tokenizer_is_not_served(stage_with: Open) -> None:
     async with stage_with(prefill=0, decode=0, wait=False) as stage:
-        import msgspec
         other = msgspec.structs.replace(stage.cluster.spec, tokenizer_digest="f" * 64)
         await stage.cluster.add("prefill-1", "prefill", other)
         await stage.cluster.add("decode-1", "decode", other)
