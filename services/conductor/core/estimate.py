@@ -26,14 +26,17 @@ from shared.messages import Profile
 _WINDOW = 32
 _DECAY = 0.87
 """Weight of an observation relative to the one after it: five new ones outweigh all older ones."""
-_PULL = 0.1
+_PULL = 0.01
 """Strength of the pull towards the profile, in observations."""
 _HUBER = 0.25
 """Relative residual beyond which an observation weighs less."""
 _CLIP = 8.0
 """An observation further than this factor from the pace counts as if it were at this factor."""
-_SMALLEST = 1e-15
-"""Stands in for a coefficient of 0 in a profile, so that it can grow."""
+_RANGE = 100.0
+"""Coefficients stay within this factor of the profile's."""
+_SHARE = 0.25
+"""The unit a coefficient changes in is its profiled value, or this share of an ordinary case's time when that is
+more: a profile is measured once, and noise can make a coefficient vanish from it."""
 
 _Array = npt.NDArray[np.float64]
 
@@ -41,9 +44,13 @@ _Array = npt.NDArray[np.float64]
 class Fit:
     """One cost model of one worker."""
 
-    def __init__(self, profile: Sequence[float]) -> None:
+    def __init__(self, profile: Sequence[float], *, typical: Sequence[float]) -> None:
+        """``typical`` are the features of an ordinary case, all above 0."""
         finite = np.nan_to_num(np.asarray(profile, dtype=float), nan=0.0, posinf=0.0, neginf=0.0)
-        self._profile: _Array = np.maximum(finite, _SMALLEST)
+        self._profile: _Array = np.maximum(finite, 1e-15)
+        ordinary = np.asarray(typical, dtype=float)
+        #: the unit in which each coefficient changes
+        self._unit: _Array = np.maximum(self._profile, _SHARE * float(self._profile @ ordinary) / ordinary)
         self._coefficients: tuple[float, ...] = tuple(self._profile.tolist())
         self._features: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
@@ -74,27 +81,29 @@ class Fit:
         age_weights = _DECAY ** np.arange(len(seconds) - 1, -1, -1, dtype=float)
         pace = _weighted_median(seconds / profiled, age_weights)
         seconds = np.clip(seconds, profiled * pace / _CLIP, profiled * pace * _CLIP)
-        # in units of one observation and of pace times profile: rows sum to predicted over observed
-        parts = features * (self._profile * pace) / seconds[:, None]
+        # rows in parts of one observation: what a change of each coefficient by its unit, times pace, would add
+        parts = features * (self._unit * pace) / seconds[:, None]
+        short = 1.0 - profiled * pace / seconds
         change = np.zeros(len(self._profile))
         for _ in range(3):
-            residuals = 1.0 - parts @ (1.0 + change)
+            residuals = short - parts @ change
             weights = age_weights * np.minimum(1.0, _HUBER / np.maximum(np.abs(residuals), 1e-9))
             weighted = parts * weights[:, None]
-            pulled = weighted.T @ parts + _PULL * np.eye(len(change))
-            change = np.linalg.solve(pulled, weighted.T @ (1.0 - parts.sum(1)))
-        factors = np.clip(1.0 + change, 1 / _CLIP, _CLIP)
-        self._coefficients = tuple((self._profile * pace * factors).tolist())
+            change = np.linalg.solve(weighted.T @ parts + _PULL * np.eye(len(change)), weighted.T @ short)
+        fitted = np.clip(self._profile + self._unit * change, self._profile / _RANGE, self._unit * _RANGE)
+        self._coefficients = tuple((pace * fitted).tolist())
 
 
 class Costs:
     """The models of one worker."""
 
     def __init__(self, profile: Profile) -> None:
-        self._prefill = Fit((profile.prefill_fixed_s, profile.prefill_per_token_s, profile.prefill_per_token2_s))
-        self._decode = Fit((profile.decode_fixed_s, profile.decode_per_request_s, profile.decode_per_context_token_s))
+        self._prefill = Fit((profile.prefill_fixed_s, profile.prefill_per_token_s, profile.prefill_per_token2_s),
+                            typical=(1.0, 1e3, 1e6))
+        self._decode = Fit((profile.decode_fixed_s, profile.decode_per_request_s, profile.decode_per_context_token_s),
+                           typical=(1.0, 4.0, 4e3))
         link = (profile.transfer_fixed_s, 1.0 / max(profile.transfer_bytes_per_s, 1.0))
-        self._links = {True: Fit(link), False: Fit(link)}
+        self._links = {same_host: Fit(link, typical=(1.0, 1e6)) for same_host in (True, False)}
 
     def prefill_s(self, *, num_tokens: int, hit_tokens: int) -> float:
         """Computing ``num_tokens`` of which the first ``hit_tokens`` are cached."""

@@ -46,6 +46,16 @@ def test_a_wrong_profile_is_learnt_from_random_prompts() -> None:
         assert costs.prefill_s(num_tokens=tokens, hit_tokens=hit) == pytest.approx(expected, rel=0.15)
 
 
+def test_a_coefficient_that_the_profile_lost_comes_back() -> None:
+    rng = random.Random(5)
+    costs = Costs(Profile(prefill_fixed_s=0.01, prefill_per_token_s=1e-9, prefill_per_token2_s=3.6e-7))
+    for _ in range(40):
+        tokens = rng.randint(50, 4000)
+        costs.observe_prefill(truth(tokens, 0), num_tokens=tokens, hit_tokens=0)
+    for tokens in (200, 1000, 4000):
+        assert costs.prefill_s(num_tokens=tokens, hit_tokens=0) == pytest.approx(truth(tokens, 0), rel=0.2)
+
+
 def test_single_outliers_do_not_move_the_estimate() -> None:
     rng, costs = random.Random(3), Costs(PROFILE)
     for i in range(30):
@@ -84,7 +94,7 @@ def test_links_of_one_host_and_of_the_network_are_learnt_apart() -> None:
 
 
 def test_predictions_never_turn_negative() -> None:
-    rng, fit = random.Random(4), Fit((0.1, 1e-3))
+    rng, fit = random.Random(4), Fit((0.1, 1e-3), typical=(1.0, 100.0))
     for _ in range(100):
         fit.observe(rng.uniform(0.001, 10.0), 1.0, rng.uniform(0, 1000))
         assert fit.seconds(1.0, rng.uniform(0, 1e6)) > 0
