@@ -80,6 +80,8 @@ class _Job:
     first_token: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     started_s: float = 0.0
     """Unix seconds at which its first chunk began; 0 before it."""
+    stages: Stages = Stages()
+    """What fetching brought."""
     context: Context = field(default_factory=otel_context.get_current)
     task: asyncio.Task[None] | None = None
 
@@ -211,11 +213,10 @@ class PrefillShell:
                 self._idle.set()
 
     async def _run(self, job: _Job) -> None:
-        message, stages = job.message, Stages()
-        total = len(job.tokens)
+        message, total = job.message, len(job.tokens)
         reusable = min(len(job.keys), (total - 1) // self._block_tokens)
         own = len(self._agent.pin(job.operation, job.keys[:reusable]))
-        stages = await self._fetch(job, own=own, reusable=reusable)
+        stages = job.stages = await self._fetch(job, own=own, reusable=reusable)
         reused = stages.hit_tokens // self._block_tokens
         shared_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
         job.slots = shared_slots + await self._agent.wait_allocate(job.operation, self._blocks_of(total) - reused)
@@ -246,9 +247,7 @@ class PrefillShell:
         metrics.WORKER_COMPUTED_TOKENS.inc(total - stages.hit_tokens)
         metrics.WORKER_REUSED_TOKENS.labels(origin="local").inc(stages.local_hit_tokens)
         metrics.WORKER_REUSED_TOKENS.labels(origin="fetched").inc(stages.hit_tokens - stages.local_hit_tokens)
-        await self._worker.bus.publish(PROGRESS.at(), Progress(
-            request=message.request, attempt=message.attempt, worker=self._worker.id, stage="prefilled",
-            num_tokens=total, hit_tokens=stages.hit_tokens, stages=stages))
+        await self._tell(job, "prefilled", stages)
         await self._hand_over(job, token, stages)
 
     async def _fetch(self, job: _Job, *, own: int, reusable: int) -> Stages:
@@ -304,6 +303,15 @@ class PrefillShell:
             metrics.WORKER_WASTED_PREFILL_TOKENS.labels(why=reply.code).inc(len(job.tokens) - stages.hit_tokens)
             raise _Failed(reply.code, reply.message, blame=message.decode)
 
+    async def _tell(self, job: _Job, stage: Literal["prefill_started", "prefilled"], stages: Stages) -> None:
+        """News for the conductors, who do without it when the bus is away."""
+        progress = Progress(request=job.message.request, attempt=job.message.attempt, worker=self._worker.id,
+                            stage=stage, num_tokens=len(job.tokens), hit_tokens=stages.hit_tokens, stages=stages)
+        try:
+            await self._worker.bus.publish(PROGRESS.at(), progress)
+        except BusError as error:
+            log.debug("action=progress_lost error=%s", error)
+
     async def _fail(self, job: _Job, error: _Failed) -> None:
         message = job.message
         metrics.WORKER_FAILURES.labels(code=error.code).inc()
@@ -348,6 +356,7 @@ class PrefillShell:
             if not job.started_s:
                 job.started_s = start_s
                 tracing.record("prefill.queue", start_s=job.arrived_s, end_s=start_s, parent=job.context)
+                await self._tell(job, "prefill_started", job.stages)
         works = [
             Work(job.tokens[chunk.start:chunk.start + chunk.length], chunk.start,
                  job.slots[:self._blocks_of(chunk.start + chunk.length)],
