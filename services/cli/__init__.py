@@ -7,6 +7,7 @@ one line, and the stack trace in a file that the line names.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import tempfile
 import traceback
@@ -223,6 +224,8 @@ def version() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script; ends the process."""
+    # What libraries log is for services, which set their logs up; a command says itself what went wrong.
+    logging.getLogger().addHandler(logging.NullHandler())
     try:
         app(args=arguments, prog_name="moonbus")
     except UserError as error:

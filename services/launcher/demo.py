@@ -19,9 +19,11 @@ from typing import Any
 
 import httpx
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from tokenizers import Tokenizer
 
 from services.launcher.lineage import lineage_table
 from services.launcher.settings import Settings
@@ -45,6 +47,7 @@ from shared.messages import (
     WorkersQuery,
     WorkersReply,
 )
+from shared.models import ModelDir
 from shared.units import format_bytes, format_seconds
 
 MAX_TOKENS = 48
@@ -53,6 +56,8 @@ ANSWER_S = 600.0
 SETTLE_S = 20.0
 """Longest wait until index, catalog and trace file have what a request led to."""
 _POLL_S = 0.05
+_ROOM_TOKENS = 512
+"""Left in the context for template, question and answer."""
 
 QUESTIONS = (
     "Which ship is the last steamship on the coast, and who is her captain?",
@@ -68,7 +73,7 @@ class Answer:
     request: str
     text: str
     ttft_s: float
-    """From sending the request to the first piece of text."""
+    """From sending the request to the first event, which the gateway sends with the first token."""
     prompt_tokens: int
     cached_tokens: int
     prefill: str
@@ -108,7 +113,7 @@ def demo(settings: Settings) -> int:
 
         async def show(stack: Stack) -> int:
             display.settled()
-            console.print(f"[green]✓[/] The stack serves {stack.model} at {stack.gateway_url} "
+            console.print(f"[green]✓[/] The stack serves {stack.model.name} at {stack.gateway_url} "
                           f"after {format_seconds(display.elapsed_s)}.")
             try:
                 return await _show(stack, console)
@@ -164,9 +169,9 @@ async def _show(stack: Stack, console: Console) -> int:
 class _Client:
     """Asks the gateway as any OpenAI client would, and keeps the time."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, console: Console) -> None:
-        self._http, self._model, self._console = http, model, console
-        self._document = importlib.resources.files("services.launcher").joinpath("demo_document.txt").read_text()
+    def __init__(self, http: httpx.AsyncClient, model: ModelDir, console: Console) -> None:
+        self._http, self._model, self._console = http, model.name, console
+        self._document = _document(model)
 
     async def ask(self, question: str, *, document: bool = True, exclude: Sequence[str] = (), salt: str = "",
                   show: bool = True) -> Answer:
@@ -194,8 +199,7 @@ class _Client:
                 request = event["id"].partition("-")[2]
                 usage = event.get("usage") or usage
                 piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-                if piece and not text:
-                    ttft_s = time.monotonic() - began_s
+                ttft_s = ttft_s or time.monotonic() - began_s
                 text += piece
                 if show:
                     self._console.out(piece, end="", highlight=False)
@@ -203,13 +207,21 @@ class _Client:
             self._console.out("")
         said = response.headers
         return Answer(
-            request=request, text=text, ttft_s=ttft_s or time.monotonic() - began_s,
+            request=request, text=text, ttft_s=ttft_s,
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
             prefill=said["x-moonbus-prefill-worker"], decode=said["x-moonbus-decode-worker"],
             trace=said.get("x-moonbus-trace-id", ""),
             stages=msgspec.json.decode(said["x-moonbus-stages"], type=Stages),
         )
+
+
+def _document(model: ModelDir) -> str:
+    """The shipped document, cut where a model's context cannot hold all of it."""
+    text = importlib.resources.files("services.launcher").joinpath("demo_document.txt").read_text(encoding="utf-8")
+    encoded = Tokenizer.from_file(str(model.tokenizer_path)).encode(text, add_special_tokens=False)
+    room = model.max_context - _ROOM_TOKENS
+    return text if len(encoded.offsets) <= room else text[:encoded.offsets[max(0, room)][0]]
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -230,15 +242,25 @@ async def _tapping(bus: Bus) -> AsyncIterator[Tap]:
 
 
 def _table(cold: Answer, warm: Answer, moved: Answer) -> Table:
-    table = Table("", "prefill on", "time to first token", "prompt tokens", "from cache", "KV moved to the worker",
-                  "KV pushed to decode", title="One document, three questions", title_justify="left")
-    for name, answer in (("cold", cold), ("warm, same worker", warm), ("warm, through transfer", moved)):
-        stages = answer.stages
-        moved_in = f"{format_bytes(stages.fetched_bytes)} by {stages.fetch_path}" if stages.fetched_bytes else "-"
-        pushed = f"{format_bytes(stages.pushed_bytes)} by {stages.push_path}" if stages.pushed_bytes else "-"
-        table.add_row(name, answer.prefill, format_seconds(answer.ttft_s), str(answer.prompt_tokens),
-                      str(answer.cached_tokens), moved_in, pushed)
+    answers = (cold, warm, moved)
+    table = Table("", "cold", "warm, same worker", "warm, by transfer", box=box.SIMPLE_HEAD, pad_edge=False,
+                  title="One document, three questions", title_justify="left")
+
+    def row(name: str, value: Callable[[Answer], str]) -> None:
+        table.add_row(name, *(value(answer) for answer in answers))
+
+    row("time to first token", lambda answer: f"[bold]{format_seconds(answer.ttft_s)}[/]")
+    row("prompt tokens", lambda answer: str(answer.prompt_tokens))
+    row("from cache", lambda answer: str(answer.cached_tokens))
+    row("prefill worker", lambda answer: answer.prefill)
+    row("prefix moved in", lambda answer: _moved(answer.stages.fetched_bytes, answer.stages.fetch_path))
+    row("decode worker", lambda answer: answer.decode)
+    row("KV pushed to it", lambda answer: _moved(answer.stages.pushed_bytes, answer.stages.push_path))
     return table
+
+
+def _moved(nbytes: int, path: str) -> str:
+    return f"{format_bytes(nbytes)} by {path}" if nbytes else "-"
 
 
 async def _compare(tap: Tap, cold: Answer, cached: Sequence[Answer], references: Sequence[Answer]) -> list[str]:
@@ -280,7 +302,7 @@ async def _show_lineage(bus: Bus, tap: Tap, moved: Answer, stack: Stack, console
 
     console.rule("5. The prefix in the catalog", align="left")
     await _until(archived, "the catalog has the prefix")
-    console.print(lineage_table(found[0], most_rows=6))
+    console.print(lineage_table(found[0], merged=True))
 
 
 async def _show_trace(stack: Stack, answer: Answer, console: Console) -> None:

@@ -24,7 +24,7 @@ from shared.bus.nats import NatsBus
 from shared.bus.subjects import WORKERS
 from shared.errors import BusError, ModelError, UserError
 from shared.messages import WorkersQuery
-from shared.models import local_path, resolve
+from shared.models import ModelDir, local_path, resolve
 
 SERVING_S = 60.0
 """Longest time from the last ready line until the gateway offers the model and the conductor knows all workers."""
@@ -48,8 +48,7 @@ class Stack:
     """A stack that serves."""
 
     settings: Settings
-    model: str
-    """What clients name."""
+    model: ModelDir
     gateway_url: str
     nats_url: str
     postgres_url: str
@@ -80,10 +79,10 @@ def check_port(host: str, port: int) -> None:
             raise UserError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
 
 
-def fetch_model(settings: Settings) -> str:
-    """The name clients use for the model; pulls it first, with its progress on the terminal, when it is not here."""
+def fetch_model(settings: Settings) -> ModelDir:
+    """The model; pulled first, with its progress on the terminal, when it is not here."""
     try:
-        return resolve(settings.model, settings.cache_path()).name
+        return resolve(settings.model, settings.cache_path())
     except ModelError:
         if local_path(settings.model) is not None:
             raise  # a directory is as the user made it
@@ -91,10 +90,10 @@ def fetch_model(settings: Settings) -> str:
     done = subprocess.run([*pull, "--cache-dir", str(settings.cache_path())], stdin=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         raise UserError(f"model {settings.model} could not be fetched (see above); choose another --model")
-    return resolve(settings.model, settings.cache_path()).name
+    return resolve(settings.model, settings.cache_path())
 
 
-async def _run(settings: Settings, model: str, body: Callable[[Stack], Awaitable[int]],
+async def _run(settings: Settings, model: ModelDir, body: Callable[[Stack], Awaitable[int]],
                watcher: Watcher) -> int | None:
     started_at_s = time.time()
     serving = False
@@ -157,26 +156,26 @@ async def wait_serving(stack: Stack) -> None:
                 known = await bus.request(WORKERS.at(), WorkersQuery(), timeout_s=2.0)
                 alive = sum(worker.state == "alive" for worker in known.workers)
                 models = (await http.get(f"{stack.gateway_url}/v1/models")).json()["data"]
-                offered = any(entry["id"] == stack.model for entry in models)
+                offered = any(entry["id"] == stack.model.name for entry in models)
             except (BusError, httpx.HTTPError):
                 pass  # not listening yet: that is what is waited for
             if alive >= wanted and offered:
                 return
             await asyncio.sleep(_POLL_S)
     raise StackFailed(f"after {SERVING_S:g} s the conductor knows {alive} of {wanted} workers and the gateway "
-                      f"{'offers' if offered else 'does not offer'} {stack.model}; see {stack.settings.log_path}")
+                      f"{'offers' if offered else 'does not offer'} {stack.model.name}; see {stack.settings.log_path}")
 
 
 def _gateway_url(supervisor: Supervisor) -> str:
     return str(supervisor.facts("gateway").get("url", ""))
 
 
-def _state(settings: Settings, model: str, started_at_s: float, serving: bool, supervisor: Supervisor,
+def _state(settings: Settings, model: ModelDir, started_at_s: float, serving: bool, supervisor: Supervisor,
            views: list[UnitView]) -> state.StackState:
     return state.StackState(
         pid=os.getpid(), started_at_s=started_at_s, ready=serving, gateway_url=_gateway_url(supervisor),
         nats_url=str(supervisor.facts("nats").get("url", "")),
-        postgres_url=str(supervisor.facts("postgres").get("url", "")), model=model,
+        postgres_url=str(supervisor.facts("postgres").get("url", "")), model=model.name,
         trace_file=str(settings.trace_path),
         units=[
             state.UnitState(name=view.name, service=view.service, state=view.state, pid=view.pid,

@@ -110,7 +110,7 @@ def up(settings: Settings) -> int:
 
 def summary(stack: Stack, took_s: float) -> RenderableType:
     """Where the stack is and how to use it."""
-    url, model = stack.gateway_url, stack.model
+    url, model = stack.gateway_url, stack.model.name
     facts = Table.grid(padding=(0, 2))
     workers = ", ".join(view.name for view in stack.supervisor.views() if view.service in ("prefill", "decode"))
     for name, value in (

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import os
 import signal
 import sys
@@ -30,8 +29,6 @@ from typing import Any, BinaryIO, Literal, Protocol
 from services.launcher.plan import Fact, Unit
 from shared.errors import UserError
 from shared.units import format_seconds
-
-log = logging.getLogger(__name__)
 
 State = Literal["waiting", "starting", "ready", "restarting", "failed", "stopping", "stopped"]
 

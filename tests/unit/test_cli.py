@@ -1,0 +1,105 @@
+"""The command line's words: help, wrong input, what happens to errors."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from services import cli
+from services.cli.serving import parse_sets
+from services.gateway.settings import Settings as GatewaySettings
+from shared.errors import NoResponders, SettingError, UserError
+
+COMMANDS = (
+    "up", "demo", "serve", "serve gateway", "serve conductor", "serve prefill", "serve decode", "serve store-manager",
+    "migrate", "chat", "load", "load run", "kv", "kv lineage", "kv ls", "kv stats", "workers", "doctor", "models",
+    "models pull", "models ls", "docs",
+)
+
+
+def run(*arguments: str) -> int:
+    """Exit code of ``moonbus ARGUMENTS``."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command.split(), "--help") == 0
+    said = capsys.readouterr().out
+    assert "Usage: moonbus" in said
+    if command not in ("serve", "kv", "models", "load"):
+        assert "Example" in said
+
+
+def test_the_help_of_a_service_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    run("serve", "prefill", "--help")
+    said = capsys.readouterr().out
+    assert "chunk_tokens" in said and "MOONBUS_PREFILL_CHUNK_TOKENS" in said
+
+
+def test_defaults_in_the_help_of_up_are_those_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    run("up", "--help")
+    said = re.sub(r"\s+", " ", capsys.readouterr().out.replace("│", " "))
+    assert "smollm2-135m]" in said and "[default: 8000]" in said
+
+
+def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("worker") == 2
+    assert "workers" in capsys.readouterr().err
+
+
+def test_a_user_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "gateway", "--set", "prot=9") == 1
+    assert capsys.readouterr().err == "moonbus: gateway has no setting prot; did you mean port?\n"
+
+
+def test_a_wrong_value_names_setting_value_and_expectation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("up", "--pool-bytes", "much") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("moonbus: setting pool_bytes is 'much'; expected") and said.count("\n") == 1
+
+
+def test_a_bus_without_answer_is_one_line(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def nobody(**_: object) -> None:
+        raise NoResponders("mb.v1.conductor.workers")
+
+    monkeypatch.setattr(cli, "app", nobody)
+    assert run() == 1
+    assert capsys.readouterr().err == (
+        "moonbus: nobody answers on mb.v1.conductor.workers; is the stack running?\n")
+
+
+def test_a_bug_says_so_and_keeps_its_trace(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(**_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(cli, "app", broken)
+    assert run() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("moonbus: this is a bug: ZeroDivisionError: oops") and said.count("\n") == 1
+    found = re.search(r"stack trace: (\S+)\)", said)
+    assert found is not None
+    path = Path(found.group(1))
+    assert "in broken" in path.read_text()
+    path.unlink()
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str, cache: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("services.cli.models.pull", interrupted)
+    assert run("models", "pull", "x") == 130
+
+
+def test_sets_are_names_and_values() -> None:
+    assert parse_sets(["port=9", "nats-url=nats://a=b"], GatewaySettings, "gateway") == {
+        "port": "9", "nats_url": "nats://a=b"}
+    with pytest.raises(SettingError, match="name=value"):
+        parse_sets(["port"], GatewaySettings, "gateway")
+    with pytest.raises(UserError, match="see: moonbus serve gateway --help"):
+        parse_sets(["zzzzzz=1"], GatewaySettings, "gateway")
