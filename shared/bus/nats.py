@@ -165,7 +165,10 @@ class NatsBus:
         if not self._client.is_connected:
             return  # it will be told as soon as it is back
         try:
-            await self._client.flush(timeout=ANSWER_S)  # type: ignore[arg-type]
+            # NOTE: twice, because the client writes a PING past the commands it still holds. The first round trip
+            # gives it the time to send those, so the second PING is behind them.
+            for _ in range(2):
+                await self._client.flush(timeout=ANSWER_S)  # type: ignore[arg-type]
         except (nats_errors.Error, OSError) as error:
             _log.warning("flush_failed", extra={"fields": {"why": error}})
 
