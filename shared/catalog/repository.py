@@ -154,7 +154,7 @@ class Catalog:
             rows = (await connection.execute(
                 sql.BLOCKS[query.order, query.all], {**which, "limit": max(0, min(query.limit, MAX_LISTED))})).all()
             blocks = await _with_replicas(connection, rows)
-            total = (await connection.execute(sql.COUNT_BLOCKS[query.all], which)).scalar_one()
+            total = (await connection.execute(sql.COUNT_BLOCKS[query.order, query.all], which)).scalar_one()
         return BlocksReply(blocks=blocks, total=total)
 
     async def stats(self, *, feed_pending: int) -> StatsReply:

@@ -241,11 +241,14 @@ REPLICAS = text("""
 """)
 """Copies of ``:keys``, past ones too; the end of a worker's life ends its copies."""
 
-_LIVE = """EXISTS (
-    SELECT FROM kv_live r WHERE r.key = b.key AND (CAST(:worker AS text) = '' OR r.worker = :worker))"""
-_EVER = """(CAST(:worker AS text) = '' OR EXISTS (
-    SELECT FROM kv_replica r WHERE r.key = b.key AND r.worker = :worker AND r.stored_at IS NOT NULL))"""
+# A subquery with a limit is never turned into a join: blocks are walked in the order asked for, and the walk ends
+# with the limit, whatever the planner believes about the tables.
+_LIVE = """(SELECT true FROM kv_live r
+    WHERE r.key = b.key AND (CAST(:worker AS text) = '' OR r.worker = :worker) LIMIT 1)"""
+_EVER = """(CAST(:worker AS text) = '' OR (SELECT true FROM kv_replica r
+    WHERE r.key = b.key AND r.worker = :worker AND r.stored_at IS NOT NULL LIMIT 1))"""
 _TENANT = "(CAST(:tenant AS text) = '' OR b.tenant = :tenant)"
+_WHICH = {"recent": _TENANT, "hot": f"{_TENANT} AND b.hits > 0", "deep": _TENANT}
 _ORDERS = {
     "recent": "b.created_at DESC, b.depth DESC, b.key",
     "hot": "b.hits DESC, b.last_used_at DESC NULLS LAST, b.depth, b.key",
@@ -255,14 +258,16 @@ _ORDERS = {
 BLOCKS = {
     (order, everything): text(f"""
         SELECT {_BLOCK} FROM kv_block b LEFT JOIN cache_spec s ON s.digest = b.spec
-        WHERE {_TENANT} AND {_EVER if everything else _LIVE} ORDER BY {by} LIMIT :limit""")
+        WHERE {_WHICH[order]} AND {_EVER if everything else _LIVE} ORDER BY {by} LIMIT :limit""")
     for order, by in _ORDERS.items() for everything in (False, True)
 }
-"""Blocks by (order, whether also those without a live copy)."""
+"""Blocks by (order, whether also those without a live copy); the hot ones are those reused at all."""
 
 COUNT_BLOCKS = {
-    everything: text(f"SELECT count(*) FROM kv_block b WHERE {_TENANT} AND {_EVER if everything else _LIVE}")
-    for everything in (False, True)
+    **{(order, True): text(f"SELECT count(*) FROM kv_block b WHERE {_WHICH[order]} AND {_EVER}") for order in _ORDERS},
+    **{(order, False): text(f"""
+        SELECT count(DISTINCT r.key) FROM kv_live r JOIN kv_block b ON b.key = r.key
+        WHERE {_WHICH[order]} AND (CAST(:worker AS text) = '' OR r.worker = :worker)""") for order in _ORDERS},
 }
 """How many blocks :data:`BLOCKS` would list without its limit."""
 
@@ -277,10 +282,13 @@ TOTALS = text("""
 """)
 
 WORKER_TOTALS = text("""
-    SELECT w.worker, w.role, w.state, count(r.key) AS blocks, coalesce(sum(b.nbytes), 0) AS nbytes
-    FROM (SELECT DISTINCT ON (worker) * FROM worker ORDER BY worker, started_at DESC NULLS LAST) AS w
-    LEFT JOIN kv_live r ON r.worker = w.worker AND r.incarnation = w.incarnation
-    LEFT JOIN kv_block b ON b.key = r.key
-    GROUP BY w.worker, w.role, w.state ORDER BY w.worker
+    WITH held AS MATERIALIZED (
+        SELECT r.worker, r.incarnation, count(*) AS blocks, coalesce(sum(b.nbytes), 0) AS nbytes
+        FROM kv_live r LEFT JOIN kv_block b ON b.key = r.key GROUP BY r.worker, r.incarnation
+    ), latest AS (
+        SELECT DISTINCT ON (worker) * FROM worker ORDER BY worker, started_at DESC NULLS LAST
+    )
+    SELECT w.worker, w.role, w.state, coalesce(h.blocks, 0) AS blocks, coalesce(h.nbytes, 0) AS nbytes
+    FROM latest w LEFT JOIN held h ON h.worker = w.worker AND h.incarnation = w.incarnation ORDER BY w.worker
 """)
 """What the latest life of each worker holds."""

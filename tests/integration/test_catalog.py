@@ -295,7 +295,9 @@ async def test_lists_and_reuse(catalog: Catalog) -> None:
     hot = await catalog.blocks(BlocksQuery(order="hot", limit=3))
     assert [(row.key, row.hits, row.last_used_at_s) for row in hot.blocks] == [
         (blocks[0].key, 2, 2001.0), (blocks[1].key, 1, 2001.0), (blocks[2].key, 1, 2001.0)]
-    assert hot.total == 6
+    assert hot.total == 3
+    assert (await catalog.blocks(BlocksQuery(order="hot", all=True))).total == 3
+    assert (await catalog.blocks(BlocksQuery(all=True, worker="a"))).total == 4
     assert [row.key for row in (await catalog.blocks(BlocksQuery(limit=2))).blocks] == [other[1].key, other[0].key]
     assert (await catalog.blocks(BlocksQuery(order="deep", limit=1))).blocks[0].key == blocks[3].key
     assert {row.created_by for row in (await catalog.blocks(BlocksQuery(worker="b"))).blocks} == {"b"}
@@ -410,7 +412,9 @@ async def test_lineage_and_live_copies_use_indexes(catalog: Catalog, database: D
         (sql.DESCENDANTS, {"key": key}, {"kv_block_parent"}),
         (sql.REPLICAS, {"keys": [key]}, {"kv_replica_pkey"}),
         (text("SELECT count(*) FROM kv_live WHERE worker = 'w1' AND incarnation = '1'"), {}, {"kv_replica_live"}),
-        (sql.BLOCKS["recent", True], {"worker": "", "tenant": "", "limit": 5}, {"kv_block_created_at"}),
+        *((sql.BLOCKS["recent", everything], {"worker": "", "tenant": "", "limit": 5}, {"kv_block_created_at"})
+          for everything in (False, True)),
+        (sql.BLOCKS["hot", False], {"worker": "", "tenant": "", "limit": 5}, {"kv_block_hits"}),
     ]
     async with database.transaction() as connection:
         await connection.execute(text("ANALYZE"))
