@@ -296,7 +296,8 @@ class Conversation:
             await _send_problem(send, exchange.ended.problem, _headers(exchange))
             return
         text = "".join(piece.text for piece in exchange.take())
-        body = self._answer.whole(text, exchange.finish, exchange.stop_reason, self._usage(exchange, exchange.tokens))
+        body = self._answer.whole(text, exchange.finish, exchange.stop_reason, self._usage(exchange, exchange.tokens),
+                                  self._ids(exchange))
         await _send(send, 200, {"content-type": _JSON, **_headers(exchange)}, body)
 
     async def _stream(self, exchange: Exchange, send: Send) -> None:
@@ -330,13 +331,17 @@ class Conversation:
         ended = exchange.ended
         if ended is not None and ended.problem is not None:
             return [answers.error_frame(ended.problem), answers.DONE]
-        frames = [self._answer.closing(exchange.finish, exchange.stop_reason, self._running(exchange, exchange.tokens))]
+        frames = [self._answer.closing(exchange.finish, exchange.stop_reason, self._running(exchange, exchange.tokens),
+                                       self._ids(exchange))]
         if self._wanted.include_usage:
             frames.append(self._answer.totals(self._usage(exchange, exchange.tokens)))
         return [*frames, answers.DONE]
 
     def _usage(self, exchange: Exchange, tokens: int) -> answers.Usage:
         return answers.usage(exchange.job.num_tokens, tokens, exchange.cached_tokens)
+
+    def _ids(self, exchange: Exchange) -> list[int] | None:
+        return exchange.ids if self._wanted.return_token_ids else None
 
     def _running(self, exchange: Exchange, tokens: int) -> answers.Usage | None:
         return self._usage(exchange, tokens) if self._wanted.continuous_usage else None

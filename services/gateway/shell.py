@@ -101,6 +101,11 @@ class Exchange:
         return self._text.tokens
 
     @property
+    def ids(self) -> list[int]:
+        """Token ids of the answer so far."""
+        return self._text.ids
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed for this request."""
         return self.machine.stages.hit_tokens if self.machine.stages else 0

@@ -6,6 +6,7 @@ asked for) comes last in a chunk without choices, then ``[DONE]``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -75,21 +76,23 @@ class Answer:
         """One piece of text."""
         return self._text + _encode(text) + self._text_end + self._end(so_far)
 
-    def closing(self, finish: str, stop_reason: str | None, so_far: Usage | None = None) -> bytes:
-        """The chunk with the reason why it ended."""
+    def closing(self, finish: str, stop_reason: str | None, so_far: Usage | None = None,
+                ids: Sequence[int] | None = None) -> bytes:
+        """The chunk with the reason why it ended, and the whole answer's token ids when given."""
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        choice = {"index": 0, **empty, "logprobs": None, "finish_reason": finish, "stop_reason": stop_reason}
+        choice = {"index": 0, **empty, **_ending(finish, stop_reason, ids)}
         return self._open + _encode(choice) + b"]" + self._end(so_far)
 
     def totals(self, total: Usage) -> bytes:
         """The last chunk, with usage and no choices."""
         return self._open + b"]" + b',"usage":' + _encode(total) + b"}\n\n"
 
-    def whole(self, text: str, finish: str, stop_reason: str | None, total: Usage) -> bytes:
+    def whole(self, text: str, finish: str, stop_reason: str | None, total: Usage,
+              ids: Sequence[int] | None = None) -> bytes:
         """The body of an answer that is not streamed."""
         message = {"role": "assistant", "content": text, "refusal": None}
         said: dict[str, Any] = {"message": message} if self._chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish, "stop_reason": stop_reason}
+        choice = {"index": 0, **said, **_ending(finish, stop_reason, ids)}
         head = self._head | ({"object": "chat.completion"} if self._chat else {})
         return _encode(head | {"choices": [choice], "usage": total})
 
@@ -97,6 +100,11 @@ class Answer:
         if so_far is not None:
             return b',"usage":' + _encode(so_far) + b"}\n\n"
         return b',"usage":null}\n\n' if self._usage_chunk else b"}\n\n"
+
+
+def _ending(finish: str, stop_reason: str | None, ids: Sequence[int] | None) -> dict[str, Any]:
+    ending: dict[str, Any] = {"logprobs": None, "finish_reason": finish, "stop_reason": stop_reason}
+    return ending if ids is None else {**ending, "token_ids": list(ids)}
 
 
 def error_frame(problem: Problem) -> bytes:

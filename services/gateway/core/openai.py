@@ -82,6 +82,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    """The answer's token ids come with its end, as ``token_ids`` of the choice (an extension)."""
     user: str | None = None
     cache_salt: str | None = None
 
@@ -160,6 +162,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...]
     min_tokens: int
     skip_special_tokens: bool
+    return_token_ids: bool
     cache_salt: str
 
 
@@ -194,7 +197,9 @@ def wanted(request: ChatRequest | CompletionRequest) -> Wanted:
     return Wanted(
         stream=stream, include_usage=bool(usage.include_usage), continuous_usage=bool(usage.continuous_usage_stats),
         max_tokens=max_tokens, stops=_stops(request.stop), min_tokens=min_tokens,
-        skip_special_tokens=request.skip_special_tokens is not False, cache_salt=request.cache_salt or "")
+        skip_special_tokens=request.skip_special_tokens is not False,
+        return_token_ids=bool(request.return_token_ids),
+        cache_salt=request.cache_salt or "")
 
 
 def sampling(request: Generation, wanted: Wanted, *, num_tokens: int, max_context: int, default_max_tokens: int,

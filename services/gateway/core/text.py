@@ -19,8 +19,13 @@ class AnswerText:
         """The answer begins again: all text so far is void."""
         self._stream = self._open_stream()
         self._stops = StopStrings(self._stop_strings)
-        self.tokens = 0
-        """Tokens of the answer, the one that completed a stop string included."""
+        self.ids: list[int] = []
+        """Token ids of the answer, the one that completed a stop string included."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the answer has so far."""
+        return len(self.ids)
 
     @property
     def matched(self) -> str | None:
@@ -33,7 +38,7 @@ class AnswerText:
         for token in tokens:
             if self.matched is not None:
                 return text
-            self.tokens += 1
+            self.ids.append(token)
             piece = self._stream.push(token)
             text += self._stops.push(piece) if self.tokens > self._min_tokens else piece
         if last and self.matched is None:
