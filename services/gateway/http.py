@@ -229,7 +229,7 @@ class Api:
         received_s, received_at_s = gateway.clock.monotonic(), gateway.clock.wall()
         root = _tracer.start_span(
             "request", context=tracing.extract(request.headers), kind=SpanKind.SERVER,
-            attributes={"request": state["request"], "http.route": request.scope["path"]})
+            attributes={"moonbus.request": state["request"], "http.route": request.scope["path"]})
         context = trace.set_span_in_context(root)
         try:
             raw = await request.body()
@@ -246,9 +246,10 @@ class Api:
                     body, wanted, asked, served, threads=gateway.threads,
                     default_max_tokens=gateway.settings.default_max_tokens,
                     inline=len(raw) <= gateway.settings.inline_bytes)
-                span.set_attribute("tokens", prompt.job.num_tokens)
+                span.set_attribute("moonbus.tokens", prompt.job.num_tokens)
             metrics.GATEWAY_TOKENIZE_SECONDS.observe(gateway.clock.monotonic() - received_s)
-            root.set_attributes({"model": body.model, "tenant": asked.tenant, "prompt_tokens": prompt.job.num_tokens})
+            root.set_attributes({"moonbus.model": body.model, "moonbus.tenant": asked.tenant,
+                                 "moonbus.prompt_tokens": prompt.job.num_tokens})
         except BaseException as error:
             root.set_status(Status(StatusCode.ERROR, str(error)))
             root.end()
@@ -349,8 +350,10 @@ class Conversation:
     def _close_span(self, exchange: Exchange) -> None:
         ended, root = exchange.ended, self._root
         if ended is not None:
-            root.set_attributes({"outcome": ended.outcome, "code": ended.code, "completion_tokens": exchange.tokens,
-                                 "cached_tokens": exchange.cached_tokens, "attempts": exchange.machine.attempt + 1})
+            root.set_attributes({
+                "moonbus.outcome": ended.outcome, "moonbus.code": ended.code,
+                "moonbus.completion_tokens": exchange.tokens, "moonbus.cached_tokens": exchange.cached_tokens,
+                "moonbus.attempts": exchange.machine.attempt + 1})
             if ended.outcome == "failed":
                 root.set_status(Status(StatusCode.ERROR, ended.problem.message if ended.problem else ended.code))
         root.end()

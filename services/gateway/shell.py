@@ -226,7 +226,8 @@ class Exchange:
             self._timer.cancel()
         if self._first_token_at_s:
             tracing.record("stream", start_s=self._first_token_at_s, end_s=self._gateway.clock.wall(),
-                           parent=self.context, attributes={"tokens": self._text.tokens, "finish": self.finish})
+                           parent=self.context,
+                           attributes={"moonbus.tokens": self._text.tokens, "moonbus.finish": self.finish})
         self._gateway.ended(self, self._summary(ended))
         self._news.set()
 
@@ -275,26 +276,30 @@ class Exchange:
         task.add_done_callback(self._asking.discard)
 
     async def _place(self, address: Address, message: object, tag: Tag, timeout_s: float) -> None:
-        with _tracer.start_as_current_span("place", context=self.context, attributes={"attempt": tag.attempt}) as span:
+        with _tracer.start_as_current_span(
+                "place", context=self.context, attributes={"moonbus.attempt": tag.attempt}) as span:
             reply = await self._request(address, message, tag, timeout_s)
             if isinstance(reply, Placement | Rejection):
-                span.set_attribute("candidates", json.dumps([
+                span.set_attribute("moonbus.candidates", json.dumps([
                     {**msgspec.structs.asdict(one), "ttft_s": one.ttft_s} for one in reply.candidates]))
             if isinstance(reply, Placement):
                 span.set_attributes({
-                    "prefill": reply.prefill, "decode": reply.decode, "conductor": reply.conductor,
-                    "hit_tokens": reply.hit_tokens, "sources": json.dumps([source.owner for source in reply.sources]),
-                    "predicted_ttft_s": reply.predicted_ttft_s, "predicted_tbt_s": reply.predicted_tbt_s})
+                    "moonbus.prefill": reply.prefill, "moonbus.decode": reply.decode,
+                    "moonbus.conductor": reply.conductor, "moonbus.hit_tokens": reply.hit_tokens,
+                    "moonbus.sources": json.dumps([source.owner for source in reply.sources]),
+                    "moonbus.predicted_ttft_s": reply.predicted_ttft_s,
+                    "moonbus.predicted_tbt_s": reply.predicted_tbt_s})
             elif isinstance(reply, Rejection):
-                span.set_attributes({"rejected": reply.code, "retry_after_s": reply.retry_after_s,
-                                     "why": reply.message})
+                span.set_attributes({"moonbus.rejected": reply.code, "moonbus.retry_after_s": reply.retry_after_s,
+                                     "moonbus.why": reply.message})
         self._answered(reply, tag)
 
     async def _give(self, worker: WorkerId, message: object, tag: Tag, timeout_s: float) -> None:
         with _tracer.start_as_current_span(
-                tag.step, context=self.context, attributes={"worker": worker, "attempt": tag.attempt}) as span:
+                tag.step, context=self.context,
+                attributes={"moonbus.worker": worker, "moonbus.attempt": tag.attempt}) as span:
             reply = await self._request(JOB.at(worker=worker), message, tag, timeout_s)
-            span.set_attribute("answer", type(reply).__name__)
+            span.set_attribute("moonbus.answer", type(reply).__name__)
         self._answered(reply, tag)
 
     async def _request(self, address: Address, message: object, tag: Tag, timeout_s: float) -> object:

@@ -136,7 +136,7 @@ class StoreManagerShell:
     async def _write(self, effect: do.Write) -> Event:
         deliveries = [self._held[seq].delivery for seq in effect.seqs]
         began_s = self._clock.wall()
-        with _tracer.start_as_current_span("catalog.write", attributes={"messages": len(deliveries)}) as span:
+        with _tracer.start_as_current_span("catalog.write", attributes={"moonbus.messages": len(deliveries)}) as span:
             try:
                 written = await self._catalog.write([delivery.message for delivery in deliveries], now_s=began_s)
             except (Unavailable, Unwritable) as error:
@@ -144,7 +144,8 @@ class StoreManagerShell:
                 refused = isinstance(error, Unwritable)
                 metrics.STORE_WRITE_FAILURES.labels(why="refused" if refused else "unavailable").inc()
                 return WriteFailed(str(error), refused=refused)
-            span.set_attributes({"blocks": written.blocks, "replicas": written.replicas, "requests": written.requests})
+            span.set_attributes({"moonbus.blocks": written.blocks, "moonbus.replicas": written.replicas,
+                                 "moonbus.requests": written.requests})
         ended_s = self._clock.wall()
         metrics.STORE_WRITE_SECONDS.observe(ended_s - began_s)
         for table, rows in (("kv_block", written.blocks), ("kv_replica", written.replicas),
@@ -258,4 +259,5 @@ def _rows(message: object) -> int:
 def _record(done: RequestDone, parent: Context, began_s: float, ended_s: float) -> None:
     """The store-manager's part in the trace of a request."""
     tracing.record("catalog.record", start_s=began_s, end_s=ended_s, parent=parent, attributes={
-        "request": done.request, "outcome": done.outcome, "hit_tokens": done.hit_tokens})
+        "moonbus.request": done.request, "moonbus.outcome": done.outcome, "moonbus.hit_tokens": done.hit_tokens,
+        "moonbus.last_key": done.last_key.hex()})

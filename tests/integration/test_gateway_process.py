@@ -80,11 +80,11 @@ async def test_a_life_from_ready_to_drained(nats_url: str, tmp_path: Path) -> No
              if span["trace_id"] == "ab" * 16}
     assert {"request", "tokenize", "place", "reserve", "dispatch", "first_token", "stream"} <= set(spans)
     root = spans.pop("request")
-    assert root["parent_id"] == "cd" * 8 and root["attributes"]["outcome"] == "ok"
+    assert root["parent_id"] == "cd" * 8 and root["attributes"]["moonbus.outcome"] == "ok"
     for name in ("tokenize", "place", "reserve", "dispatch", "first_token", "stream"):
         assert spans[name]["parent_id"] == root["span_id"], name
-    assert spans["place"]["attributes"]["prefill"] == "prefill-1"
-    assert json.loads(spans["place"]["attributes"]["candidates"]) == []
+    assert spans["place"]["attributes"]["moonbus.prefill"] == "prefill-1"
+    assert json.loads(spans["place"]["attributes"]["moonbus.candidates"]) == []
 
 
 async def test_a_port_that_is_taken(nats_url: str, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ async def test_from_the_feed_to_the_answers(
     recorded = [json.loads(line) for line in spans.read_text().splitlines()]
     span = next(span for span in recorded if span["name"] == "catalog.record")
     assert (int(span["trace_id"], 16), int(span["parent_id"], 16)) == (0xABC, 0xDEF)
-    assert span["attributes"]["request"] == "r1"
+    assert span["attributes"]["moonbus.request"] == "r1"
 
 
 async def test_postgres_away_for_a_while(nats_url: str, nats_bus: NatsBus, server_dir: Path) -> None:
