@@ -15,7 +15,6 @@ from pathlib import Path
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -48,6 +47,9 @@ def setup(service: str, instance: str, settings: CommonSettings) -> TracerProvid
     if settings.trace_file:  # first: it is closed first, and never waits for a network
         _add(provider, FileSpanExporter(Path(settings.trace_file).expanduser(), service, instance))
     if settings.otlp_endpoint:
+        # Loaded only where it is used: everybody who imports the bus imports this module.
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
         _say_export_failures_once()
         _add(provider, OTLPSpanExporter(endpoint=f"{settings.otlp_endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S))
     trace.set_tracer_provider(provider)
