@@ -23,16 +23,13 @@ class Pass:
     """One forward pass as the attention sees it: the plan, and who wants to know that a layer's KV is in the pool."""
 
     def __init__(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
-        self.batch, self.on_layer = batch, on_layer
-        self.layers: list[int] = []
-        """Layers whose KV this pass has written, in order."""
+        self.batch, self._on_layer = batch, on_layer
 
     def written(self, layer: int) -> None:
-        """Layer ``layer`` of every row's new tokens is in the pool."""
-        self.layers.append(layer)
-        self.batch.pool.to_host(self.batch.written, layer)
-        if self.on_layer is not None:
-            self.on_layer(layer)
+        """Layer ``layer`` of every row's new tokens is in the pool: in the host's memory too for who listens."""
+        if self._on_layer is not None:
+            self.batch.pool.to_host(self.batch.written, layer)
+            self._on_layer(layer)
 
 
 def register(interface: Any, masks: Any) -> None:

@@ -178,6 +178,9 @@ def test_a_broken_model_is_one_clear_line(change: dict[str, str | None], message
 
 
 def test_a_missing_engine_is_named_with_the_way_out(tmp_path: Path) -> None:
-    done = python("import sys\nsys.modules['torch'] = None\n" + PULL.replace("tiny-random", "smollm2-135m"), str(tmp_path))
-    assert "UserError: torch is not installed, models cannot run here; run `pip install 'moonbus[engine]'`" in done.stderr
+    code = "import sys\nsys.modules['torch'] = None\n" + PULL.replace("tiny-random", "smollm2-135m")
+    done = python(code, str(tmp_path))
+    assert done.returncode == 1
+    assert "UserError: torch is not installed, models cannot run here; run `pip install 'moonbus[engine]'`" in (
+        done.stderr)
     assert not list((tmp_path / "models").glob(".*.partial-*"))

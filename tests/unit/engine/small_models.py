@@ -27,7 +27,8 @@ class Pair:
     def expected(self, tokens: np.ndarray) -> torch.Tensor:
         """Plain transformers' logits of every position: [tokens, vocab]."""
         with torch.inference_mode():
-            logits: torch.Tensor = self.plain(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            logits: torch.Tensor = self.plain(ids, use_cache=False).logits[0]
         return logits
 
 
@@ -45,12 +46,15 @@ def build_pair(architecture: str, *, num_blocks: int = 64, **extra: Any) -> Pair
         "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **extra,
     }
     torch.manual_seed(7)
-    plain = model_class._from_config(config_class(**settings, attn_implementation="eager"), dtype=torch.float32).eval()
-    paged = model_class._from_config(config_class(**settings, attn_implementation=attention.NAME), dtype=torch.float32).eval()
+    plain, paged = (
+        model_class._from_config(config_class(**settings, attn_implementation=kind), dtype=torch.float32).eval()
+        for kind in ("eager", attention.NAME)
+    )
     paged.load_state_dict(plain.state_dict())
     config = plain.config
     spec = CacheSpec(
         model=architecture, weights_digest="", tokenizer_digest="", dtype="float32", layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads, head_dim=settings["head_dim"], block_tokens=BLOCK_TOKENS, max_context=CONTEXT,
+        kv_heads=config.num_key_value_heads, head_dim=settings["head_dim"], block_tokens=BLOCK_TOKENS,
+        max_context=CONTEXT,
     )
     return Pair(Engine(paged, spec, KVPool(spec, num_blocks)), plain)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shared.engine.runtime import Engine, Row
+from shared.errors import ModelError
 from tests.unit.engine.small_models import BLOCK_TOKENS, LAYERS, Pair, build_pair
 
 Tokens = Callable[..., np.ndarray]
@@ -25,12 +26,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3": {"head_dim": 8, "hidden_size": 48},
     "Olmo2": {},
     "Granite": {"logits_scaling": 2.0},
+    "Gemma": {},
+    "Cohere": {},
+    "SmolLM3": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_plain_transformers(architecture: str, tokens: Tokens) -> None:
     pair = build_pair(architecture, **ARCHITECTURES[architecture])
+    pair.engine.check(architecture)
     prompt = tokens(70)
     expected = pair.expected(prompt)
     slots = _shuffled(pair.engine, 6)
@@ -40,6 +46,18 @@ def test_logits_equal_plain_transformers(architecture: str, tokens: Tokens) -> N
     for start, end in ((0, 32), (32, 64), (64, 69), (69, 70)):  # chunks, a ragged one, and a decode step
         chunked = pair.engine.forward([Row(prompt[start:end], start, slots)])
         torch.testing.assert_close(chunked[0], expected[end - 1], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("architecture", "extra", "why"), [
+    ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, r"its logits differ from the model's own by"),
+    ("Bloom", {"n_head": 6}, r"of 3 layers, attention ran in \[\]"),
+    ("DeepseekV3", {}, r"size of tensor"),
+])
+def test_a_model_that_would_answer_nonsense_is_refused(architecture: str, extra: dict[str, Any], why: str) -> None:
+    engine = build_pair(architecture, **extra).engine
+    with pytest.raises(ModelError, match=f"^model m cannot be served over paged KV blocks: .*{why}") as caught:
+        engine.check("m")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_ragged_mixture_equals_separate_runs(llama: Pair, tokens: Tokens) -> None:

@@ -36,9 +36,11 @@ def test_temperature_zero_is_greedy_and_ties_go_to_the_smaller_id() -> None:
 def test_a_choice_depends_on_nothing_but_its_own_row() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 500, generator=generator)
-    params = [Sampling(max_tokens=9, temperature=0.8, top_p=0.9, seed=3), Sampling(max_tokens=9),
-              Sampling(max_tokens=9, temperature=1.3, seed=3), Sampling(max_tokens=9, temperature=1.0, top_k=7, seed=-4),
-              Sampling(max_tokens=9, temperature=0.8, top_p=0.9, seed=4), Sampling(max_tokens=9, temperature=5.0, seed=2**63)]
+    params = [Sampling(max_tokens=9, **values) for values in (
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {}, {"temperature": 1.3, "seed": 3},
+        {"temperature": 1.0, "top_k": 7, "seed": -4}, {"temperature": 0.8, "top_p": 0.9, "seed": 4},
+        {"temperature": 5.0, "seed": 2**63},
+    )]
     positions = [10, 11, 10, 500, 10, 3]
     together = sample(logits, params, positions, [0] * 6)
     alone = [sample(logits[i:i + 1], [params[i]], [positions[i]], [0])[0] for i in range(6)]
