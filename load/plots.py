@@ -74,7 +74,7 @@ def hit_tokens(records: Sequence[RunRecord]) -> str:
         times = [record.sent_s for record in in_order]
         lines = (("prompt", [r.prompt_tokens or 0 for r in in_order], _INK),
                  ("possible", [r.shared_tokens for r in in_order], _SERIES[1]),
-                 ("predicted", [r.predicted_hit_tokens or 0 for r in in_order], _SERIES[2]),
+                 *([("predicted", [r.predicted_hit_tokens or 0 for r in in_order], _SERIES[2])] if predicted else []),
                  ("actual", [r.cached_tokens or 0 for r in in_order], _SERIES[0]))
         for label, tokens, colour in lines:
             if times:
@@ -97,7 +97,7 @@ def rejections(summary: slo.Summary) -> str:
             *((f"failed: {code}", count, _SERIES[4]) for code, count in summary.failures.items()),
             *((name, summary.outcomes[name], _SERIES[1]) for name in ("interrupted", "dropped")
               if name in summary.outcomes)]
-    height_in = max(1.3, 0.34 * len(bars) + 0.7)
+    height_in = 0.34 * len(bars) + 0.7
     with _figure(key="rejections", height_in=height_in) as (figure, (axes,)):
         if bars:
             labels, counts, colours = zip(*bars, strict=True)
@@ -129,6 +129,7 @@ def in_flight(records: Sequence[RunRecord]) -> str:
         axes.set_ylabel("requests in flight")
         axes.set_xlim(0, max(1e-3, times[-1]))
         axes.set_ylim(bottom=0, top=max(1, *levels) * 1.08)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         return _svg(figure, "inflight", "Requests in flight over time")
 
 
@@ -153,7 +154,7 @@ def _cdf(axes: Any, values: Sequence[float | None], bound: float, name: str) -> 
         heights = [(rank + 1) / len(known) for rank in range(len(known))]
         axes.step([known[0] * factor, *(value * factor for value in known)], [0.0, *heights], where="post",
                   color=_SERIES[0], linewidth=1.8, label=name)
-        axes.legend(frameon=False, labelcolor=_INK, fontsize=9, loc="lower right")
+        axes.legend(frameon=False, labelcolor=_INK, fontsize=9, loc="best")
     else:
         _note(axes, f"no request with a {name}")
     axes.set_xlim(0, right_s * factor)

@@ -183,8 +183,9 @@ def _cache(cache: slo.CacheUse) -> list[Row]:
             f"as the server counted them, over {cache.requests} finished requests"),
         Row("possible", (f"{cache.shared_tokens:,}", _share(cache.shared_tokens, cache.prompt_tokens)),
             "shared with an earlier request of the run; whole blocks only can be reused, so a little less is in reach"),
-        Row("predicted", (f"{cache.predicted_tokens:,}", _share(cache.predicted_tokens, cache.prompt_tokens)),
-            f"expected by the conductor, over {cache.predicted_requests} requests that told it"),
+        Row("predicted", ((f"{cache.predicted_tokens:,}", _share(cache.predicted_tokens, cache.prompt_tokens))
+                          if cache.predicted_requests else ("–", "–")),
+            f"expected by the conductor, over {cache.predicted_requests} requests whose answer told it"),
         Row("actual", (f"{cache.cached_tokens:,}", _share(cache.cached_tokens, cache.prompt_tokens)), "not computed"),
         Row("mean error", (error, ""), "mean of |predicted − actual| a request"),
     ]

@@ -48,3 +48,9 @@ def test_metrics_tell_type_labels_and_meaning() -> None:
     page = docgen.instruments()
     assert "| `moonbus_gateway_requests_total` | counter | `model`, `outcome`, `code` | Finished requests" in page
     assert "| `moonbus_gateway_ttft_seconds` | histogram | `model` | Arrival to first token. |" in page
+
+
+def test_pages_link_to_what_is_there() -> None:
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page} links to {target}"
