@@ -31,7 +31,7 @@ NEVER = 0
 """Sequence numbers start at 1."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Replica:
     stored_seq: int = NEVER
     stored_at: datetime | None = None
