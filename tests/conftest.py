@@ -1,6 +1,7 @@
 """Fixtures and rules of all tests.
 
-* Settings of whoever runs the tests do not reach them: ``MOONBUS_*`` is stripped from the environment at import.
+* Settings of whoever runs the tests do not reach them: ``MOONBUS_*`` is stripped from the environment at import
+  (``MOONBUS_TEST_CACHE``, where models are kept for tests, is no setting and stays).
 * The folder is the tier, and the tier is a marker: ``unit``, ``contract``, ``integration``, ``e2e``.
 * A test that leaves a task, a thread or a child process behind fails (all tiers but e2e).
 * NATS and Postgres are real, from the wheels, one server of each a session; a test gets them empty.
@@ -24,7 +25,7 @@ from shared.bus.nats import NatsBus
 from tests.support import eventually as eventually_module
 from tests.support import leaks
 
-for _name in [name for name in os.environ if name.startswith("MOONBUS_")]:
+for _name in [name for name in os.environ if name.startswith("MOONBUS_") and name != "MOONBUS_TEST_CACHE"]:
     del os.environ[_name]
 
 TIERS = {

@@ -49,7 +49,8 @@ _STREAM_HEADERS = {
     "x-accel-buffering": "no",  # nginx must not hold tokens back
 }
 _OUR_HEADERS = [f"x-moonbus-{name}" for name in (
-    "prefill-worker", "decode-worker", "cached-tokens", "ttft-ms", "stages", "predicted-ttft-ms", "trace-id")]
+    "prefill-worker", "decode-worker", "cached-tokens", "ttft-ms", "stages", "predicted-hit-tokens",
+    "predicted-ttft-ms", "trace-id")]
 #: paths that answer even while the gateway drains, and that need no key
 _ALWAYS = ("/health", "/ping", "/ready", "/metrics", "/version")
 #: paths that may label a metric; all others are counted as "other"
@@ -385,6 +386,7 @@ def _headers(exchange: Exchange) -> dict[str, str]:
     if placement is not None:
         headers["x-moonbus-prefill-worker"] = placement.prefill
         headers["x-moonbus-decode-worker"] = placement.decode
+        headers["x-moonbus-predicted-hit-tokens"] = str(placement.hit_tokens)
         headers["x-moonbus-predicted-ttft-ms"] = f"{placement.predicted_ttft_s * 1e3:.1f}"
     if exchange.ttft_s is not None:
         headers["x-moonbus-ttft-ms"] = f"{exchange.ttft_s * 1e3:.1f}"
@@ -418,7 +420,7 @@ def _milliseconds(headers: Mapping[str, str], name: str, default_s: float | None
 
 def _model(name: str, served: Served) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": served.created_at_s, "owned_by": "moonbus", "root": name,
-            "parent": None, "max_model_len": served.spec.max_context}
+            "parent": None, "max_model_len": served.spec.max_context, "vocab_size": served.text.vocab}
 
 
 def _json(content: Any, status: int = 200) -> Response[bytes]:

@@ -80,7 +80,7 @@ class _Job:
     first_token: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     started_s: float = 0.0
     """Unix seconds at which its first chunk began; 0 before it."""
-    stages: Stages = Stages()
+    stages: Stages = field(default_factory=Stages)
     """What fetching brought."""
     context: Context = field(default_factory=otel_context.get_current)
     task: asyncio.Task[None] | None = None

@@ -83,6 +83,25 @@ async def test_reuse_on_the_real_model(server_dir: Path) -> None:
     directory.mkdir()
     async with running_stack(directory, model="smollm2-135m") as stack:
         await check_reuse(stack, DOCUMENT[:3_500] + "\n\nWho keeps the light?")
+        await check_next_turn(stack)
+
+
+async def check_next_turn(stack: RunningStack) -> None:
+    """What decode generated is reused by the next turn of the conversation, though prefill never computed it."""
+    prompt = list(range(1_000, 1_128))
+    async with stack.client() as client:
+        first = await client.completions.create(model=stack.model, prompt=prompt, max_tokens=140, temperature=0,
+                                                extra_body={"ignore_eos": True, "return_token_ids": True})
+        answer = first.choices[0].model_dump()["token_ids"]
+        assert len(answer) == 140
+        follow_up = [*prompt, *answer, 7, 8, 9]
+        second = await client.completions.create(model=stack.model, prompt=follow_up, max_tokens=8, temperature=0)
+        plain = await client.completions.create(model=stack.model, prompt=follow_up, max_tokens=8, temperature=0,
+                                                extra_body={"cache_salt": "reference"})
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    # 267 of 268 tokens have their KV, which is 4 full blocks of 64; the prompt alone had 2.
+    assert second.usage.prompt_tokens_details.cached_tokens == 256
+    assert second.choices[0].text == plain.choices[0].text
 
 
 async def test_streaming_speaks_openai(stack: RunningStack) -> None:
@@ -99,20 +118,6 @@ async def test_streaming_speaks_openai(stack: RunningStack) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
-
-
-async def test_the_next_turn_reuses_the_answer(stack: RunningStack) -> None:
-    async with stack.client() as client:
-        prompt = list(range(100, 180))
-        first = await client.completions.create(model=stack.model, prompt=prompt, max_tokens=40, temperature=0,
-                                                extra_body={"ignore_eos": True, "return_token_ids": True})
-        assert first.usage is not None and first.usage.completion_tokens == 40
-        tokens = first.choices[0].model_dump().get("token_ids") or []
-        assert len(tokens) == 40
-        second = await client.completions.create(model=stack.model, prompt=[*prompt, *tokens, 7, 8, 9], max_tokens=2)
-        assert second.usage is not None and second.usage.prompt_tokens_details is not None
-        # 119 of 120 tokens have their KV: 7 full blocks of 16.
-        assert second.usage.prompt_tokens_details.cached_tokens == 112
 
 
 async def test_many_at_once_all_get_their_own_answer(stack: RunningStack) -> None:
