@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from services.cli.output import console, notes
@@ -55,14 +55,16 @@ class _Stages:
         self._stage = ""
         self._task: TaskID | None = None
         self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-            console=notes, disable=not notes.is_terminal)
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"),
+            TimeRemainingColumn(), console=notes, disable=not notes.is_terminal)
 
     def __enter__(self) -> _Stages:
         self._progress.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._finish()
         self._progress.stop()
 
     def report(self, stage: str, done: int, total: int) -> None:
@@ -70,11 +72,12 @@ class _Stages:
         if stage != self._stage:
             self._finish()
             self._stage = stage
-            self._task = self._progress.add_task(f"{self._name}: {stage}", total=total or None)
+            self._task = self._progress.add_task(f"{self._name}: {stage}", total=total or None, size="")
             if not notes.is_terminal:
                 notes.print(f"{self._name}: {stage}", highlight=False)
         if self._task is not None:
-            self._progress.update(self._task, completed=done, total=total or None)
+            size = format_bytes(total) if total else ""
+            self._progress.update(self._task, completed=done, total=total or None, size=size)
 
     def _finish(self) -> None:
         if self._task is not None:

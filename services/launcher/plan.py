@@ -23,7 +23,8 @@ WORKER_START_S = 300.0
 SERVICE_START_S = 60.0
 PASSED_ON = ("otlp_endpoint", "log_level", "drain_s", "heartbeat_s", "suspect_after_s", "dead_after_s")
 """Common settings of the launcher that hold for every service too."""
-ESSENTIAL = frozenset({"gateway", "conductor", "prefill", "decode"})
+WORKERS = frozenset({"prefill", "decode"})
+ESSENTIAL = WORKERS | {"gateway", "conductor"}
 """Without any instance of these nothing is served; the store-manager is off the request path."""
 
 
@@ -52,6 +53,9 @@ class Unit:
     after: tuple[str, ...] = ()
     start_timeout_s: float = SERVICE_START_S
     essential: bool = True
+    """Without any instance of the service the stack is of no use."""
+    stops_with: str = ""
+    """Neighbours in the plan with the same word here are stopped together; empty for the service's own name."""
 
 
 def plan_stack(settings: Settings, resources: Resources, *, python: str) -> tuple[Unit, ...]:
@@ -75,7 +79,7 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str) -> tupl
         return Unit(
             name=name, service=of, kind="service", argv=(python, "-m", "services.cli", "serve", of),
             env={**environment(of, common), **env}, after=after, start_timeout_s=start_timeout_s,
-            essential=of in ESSENTIAL,
+            essential=of in ESSENTIAL, stops_with="workers" if of in WORKERS else "",
         )
 
     def worker(role: str, number: int) -> Unit:

@@ -85,8 +85,9 @@ class StartDisplay:
             took = self._took_s.get(unit.name)
             mark: RenderableType = self._spinner if unit.state == "starting" else _MARKS.get(unit.state, "[dim]·[/]")
             rows.add_row(mark, unit.name, f"[dim]{format_seconds(took)}[/]" if took is not None else "")
-        bar = ProgressBar(total=len(units), completed=len(self._took_s), width=40)
-        return Group(Text("Starting the stack"), bar, rows)
+        head = Table.grid(padding=(0, 1))
+        head.add_row("Starting the stack", ProgressBar(total=len(units), completed=len(self._took_s), width=40))
+        return Group(head, rows)
 
 
 def up(settings: Settings) -> int:
@@ -96,7 +97,7 @@ def up(settings: Settings) -> int:
 
         async def show(stack: Stack) -> int:
             display.settled()
-            console.print(summary(stack, display.elapsed_s))
+            console.print(summary(stack, display.elapsed_s), soft_wrap=True)
             try:
                 await asyncio.Event().wait()
             finally:
@@ -133,5 +134,5 @@ def summary(stack: Stack, took_s: float) -> RenderableType:
         Text.from_markup(f"[green]✓[/] The stack serves after {format_seconds(took_s)}."), facts,
         Text("\nFrom a shell:\n", style="dim"), Text(curl),
         Text("\nFrom Python:\n", style="dim"), Text(python),
-        Text("\nmoonbus chat talks to it, moonbus workers and moonbus kv ls look inside; Ctrl-C stops.", style="dim"),
+        Text("\nAlso: moonbus chat, moonbus workers, moonbus kv ls. Ctrl-C drains and stops.", style="dim"),
     )

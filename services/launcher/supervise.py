@@ -196,9 +196,10 @@ class Supervisor:
         raise await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """Stops in reverse order, those of one service together; each gets SIGTERM, its grace, SIGKILL."""
-        by_service = itertools.groupby(self._running.values(), key=lambda running: running.unit.service)
-        for group in reversed([list(group) for _, group in by_service]):
+        """Stops in reverse order, those that stop together at once; each gets SIGTERM, its grace, SIGKILL."""
+        groups = itertools.groupby(
+            self._running.values(), key=lambda running: running.unit.stops_with or running.unit.service)
+        for group in reversed([list(group) for _, group in groups]):
             await asyncio.gather(*(self._stop(running) for running in group))
 
     def kill(self) -> None:

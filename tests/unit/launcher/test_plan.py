@@ -53,6 +53,10 @@ def test_only_the_store_manager_may_be_missing() -> None:
     assert [name for name, unit in stack().items() if not unit.essential] == ["store-manager"]
 
 
+def test_workers_of_both_kinds_stop_together() -> None:
+    assert [unit.stops_with for name, unit in stack().items() if "-1" in name] == ["workers", "workers"]
+
+
 def test_pool_share_has_bounds() -> None:
     assert pool_share(2**20, 4) == 256 * 2**20
     assert pool_share(2**50, 4) == 2 * 2**30

@@ -57,5 +57,6 @@ def test_provisioning_is_yaml(path: Path) -> None:
 def test_dashboards_refer_to_the_provisioned_data_source() -> None:
     sources = yaml.safe_load((FOLDER / "observability" / "grafana-datasources.yaml").read_text())["datasources"]
     for path in DASHBOARDS:
-        asked = {panel["datasource"]["uid"] for panel in json.loads(path.read_text())["panels"] if "datasource" in panel}
+        panels = json.loads(path.read_text())["panels"]
+        asked = {panel["datasource"]["uid"] for panel in panels if "datasource" in panel}
         assert asked <= {source["uid"] for source in sources}
