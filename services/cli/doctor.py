@@ -215,7 +215,7 @@ def _files() -> Finding:
     return Finding("ok", "open files", f"at most {soft}")
 
 
-def _judge(what: str, check: Callable[[], None], fine: str) -> Finding:
+def _judge(what: str, check: Callable[[], object], fine: str) -> Finding:
     try:
         check()
     except UserError as error:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from services.cli.output import console, notes
+from services.cli.output import compact_table, console, notes
 from shared.errors import ModelError, UserError
 from shared.models import SMOLLM2, TINY_RANDOM, describe, models_dir
 from shared.units import format_bytes
@@ -32,7 +31,7 @@ def ls(cache: Path) -> None:
     if not found:
         console.print(f"no models in {models_dir(cache)}; run: moonbus models pull {SMOLLM2}", soft_wrap=True)
         return
-    table = Table("name", "size", "layers", "context", "weights", title=str(models_dir(cache)), title_justify="left")
+    table = compact_table("name", "size", "layers", "context", "weights", title=str(models_dir(cache)))
     for path in found:
         name = path.name.replace("--", "/")
         size = format_bytes(sum(file.stat().st_size for file in path.iterdir() if file.is_file()))

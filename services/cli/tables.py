@@ -8,7 +8,7 @@ from typing import cast
 from rich.table import Table
 
 from services.cli.find import ask, settings
-from services.cli.output import console
+from services.cli.output import compact_table, console
 from services.launcher.lineage import KEY_DIGITS, copies, lineage_table
 from shared.bus.subjects import BLOCKS, LINEAGE, STATS, WORKERS
 from shared.errors import SettingError
@@ -31,13 +31,13 @@ _STATE_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red"}
 def workers(nats_url: str | None, data_dir: str | None) -> None:
     """Prints the cluster as a conductor sees it."""
     reply = cast(WorkersReply, ask(settings(nats_url, data_dir), WORKERS.at(), WorkersQuery(), who="conductor"))
-    table = Table("worker", "role", "state", "model", "device", "queued", "running", "free/all blocks", "indexed",
-                  "start in", title=f"Workers, as {reply.conductor} sees them", title_justify="left")
+    table = compact_table("worker", "state", "model", "device", "queued", "running", "free blocks", "indexed", "wait",
+                          title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
         colour = _STATE_COLOURS[worker.state]
         table.add_row(
-            hello.worker, hello.role, f"[{colour}]{worker.state}[/]", hello.spec.model, hello.device,
+            hello.worker, f"[{colour}]{worker.state}[/]", hello.spec.model, hello.device,
             str(load.queued) if load else "?", str(load.running) if load else "?",
             f"{load.free_blocks if load else '?'}/{hello.capacity_blocks}", str(worker.indexed_blocks),
             format_seconds(worker.waiting_s) if hello.role == "prefill" else "",
@@ -52,12 +52,12 @@ def blocks(nats_url: str | None, data_dir: str | None, *, limit: int, worker: st
         raise SettingError("--order", order, " or ".join(_ORDERS))
     query = BlocksQuery(limit=limit, worker=worker, tenant=tenant, order=order, all=everything)  # type: ignore[arg-type]
     reply = cast(BlocksReply, ask(settings(nats_url, data_dir), BLOCKS.at(), query, who="store-manager"))
-    table = Table("key", "depth", "model", "tenant", "size", "hits", "last used", "made by", "copies",
-                  title=f"{len(reply.blocks)} of {reply.total} blocks", title_justify="left")
+    table = compact_table("key", "depth", "model", "tenant", "hits", "last used", "made by", "copies now",
+                          title=f"{len(reply.blocks)} of {reply.total} blocks")
     for block in reply.blocks:
         table.add_row(
-            block.key.hex()[:KEY_DIGITS], str(block.depth), block.model, block.tenant, format_bytes(block.nbytes),
-            str(block.hits), _age(block.last_used_at_s), block.created_by, copies(block.replicas))
+            block.key.hex()[:KEY_DIGITS], str(block.depth), block.model, block.tenant, str(block.hits),
+            _age(block.last_used_at_s), block.created_by, copies(block.replicas, separator="\n"))
     console.print(table)
 
 
@@ -77,7 +77,7 @@ def stats(nats_url: str | None, data_dir: str | None) -> None:
     ):
         totals.add_row(name, value)
     console.print(totals)
-    table = Table("worker", "role", "state", "blocks", "size")
+    table = compact_table("worker", "role", "state", "blocks", "size")
     for worker in reply.workers:
         table.add_row(worker.worker, worker.role, worker.state, f"{worker.blocks:,}", format_bytes(worker.nbytes))
     console.print(table)
