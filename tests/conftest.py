@@ -13,12 +13,14 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from asyncio import AbstractEventLoop
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import nats
 import pytest
 import pytest_asyncio
+import uvloop
 
 from services.launcher import embedded
 from shared.bus.nats import NatsBus
@@ -126,3 +128,9 @@ async def postgres_url(postgres_server: embedded.Postgres) -> AsyncIterator[str]
     name = f"test_{uuid.uuid4().hex[:12]}"
     yield await postgres_server.create_database(name)
     await postgres_server.drop_database(name)
+
+
+def pytest_asyncio_loop_factories(
+        config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], AbstractEventLoop]]:
+    """The loop that the services run on: uvloop differs from asyncio's own in more than speed."""
+    return {"uvloop": uvloop.new_event_loop}

@@ -87,6 +87,7 @@ class Exchange:
         self._feeding = False
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
         self._asking: set[asyncio.Task[None]] = set()
         self._dispatched_at_s = 0.0
         self._first_token_at_s = 0.0
@@ -260,13 +261,14 @@ class Exchange:
         wake_s = self.machine.next_wake()
         if wake_s is None:
             return
-        delay_s = max(0.0, wake_s - self._gateway.clock.monotonic())
-        loop = asyncio.get_running_loop()
+        now_s = self._gateway.clock.monotonic()
         if self._timer is not None:
-            if not self._timer.cancelled() and loop.time() < self._timer.when() <= loop.time() + delay_s:
+            if not self._timer.cancelled() and now_s < self._timer_due_s <= wake_s:
                 return
             self._timer.cancel()
-        self._timer = loop.call_later(delay_s, self.feed, Woke())
+        # Kept here, since uvloop gives a timer that is due at once as a handle that cannot say when.
+        self._timer_due_s = max(now_s, wake_s)
+        self._timer = asyncio.get_running_loop().call_later(self._timer_due_s - now_s, self.feed, Woke())
 
     # -- questions ---------------------------------------------------------------------------------------------
 

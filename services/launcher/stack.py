@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import httpx
+import msgspec
 
 from services.launcher import embedded, state
 from services.launcher.plan import plan_stack
@@ -61,17 +62,21 @@ def run(settings: Settings, body: Callable[[Stack], Awaitable[int]], *, watcher:
     Raises :class:`UserError` when the stack cannot start or an essential part of it is gone for good.
     """
     with state.owning(settings.data_path()):
-        check_port(settings.host, settings.port)
+        settings = msgspec.structs.replace(settings, port=check_port(settings.host, settings.port))
         model = fetch_model(settings)
         return asyncio.run(_run(settings, model, body, watcher))
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises :class:`UserError` when the gateway could not listen there: minutes earlier than it would find out."""
+def check_port(host: str, port: int) -> int:
+    """The port the gateway is to listen on: ``port``, or a free one for 0, which then stays over its restarts.
+
+    Raises :class:`UserError` when it could not listen there: minutes earlier than it would find out.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+            return int(probe.getsockname()[1])
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UserError(f"port {port} on {host} is taken; stop what uses it or choose another --port") from None

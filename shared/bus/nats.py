@@ -277,7 +277,7 @@ class NatsBus:
             await self._client.close()
             why = self._last_error or str(error) or "no answer"
             raise Unavailable(f"cannot reach NATS at {self._url} ({why}); start it with `moonbus up` "
-                              "or set MOONBUS_NATS_URL") from error
+                              "or set MOONBUS_NATS_URL, and credentials where it asks for them") from error
         except BaseException:
             self._closing = True
             await self._client.close()

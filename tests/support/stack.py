@@ -22,8 +22,9 @@ from shared.errors import BusError
 from shared.messages import WorkersQuery, WorkersReply
 from tests.support.eventually import eventually
 
-START_S = 240.0
+START_S = 180.0
 """A cold machine imports torch four times side by side."""
+REBIRTH_S = 60.0
 
 
 @dataclass
@@ -66,12 +67,12 @@ class RunningStack:
     async def reborn(self, name: str, pid: int) -> None:
         """Waits until the supervisor has started ``name`` again and everybody knows it."""
         await eventually(lambda: self.pid(name) not in (0, pid) and self._unit_ready(name),
-                         f"{name} is started again", timeout_s=START_S)
+                         f"{name} is started again", timeout_s=REBIRTH_S)
         await self.whole()
 
     async def whole(self) -> None:
         """Waits until gateway and conductor know every worker as alive."""
-        await eventually(self._is_whole, "every worker is alive", timeout_s=START_S)
+        await eventually(self._is_whole, "every worker is alive", timeout_s=REBIRTH_S)
 
     async def workers(self) -> WorkersReply:
         """The cluster as the conductor sees it."""
