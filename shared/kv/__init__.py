@@ -4,7 +4,15 @@ Pure and tiny on purpose: every service imports it. ``spec`` says when KV may be
 ``hashing`` gives block keys, ``tiers`` names the memories.
 """
 
-from shared.kv.hashing import KEY_BYTES, block_keys, pack_keys, pack_tokens, root_key, unpack_keys, unpack_tokens
+from shared.kv.hashing import (
+    KEY_BYTES,
+    block_keys,
+    pack_keys,
+    pack_tokens,
+    root_key,
+    unpack_keys,
+    unpack_tokens,
+)
 from shared.kv.spec import CacheSpec, spec_difference
 from shared.kv.tiers import Tier
 
