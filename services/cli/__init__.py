@@ -215,11 +215,10 @@ def docs(to: Annotated[Path, typer.Option(help="Directory to write into.")] = Pa
 @app.command(rich_help_panel=_TOOLS)
 def version() -> None:
     """Print the version."""
-    from importlib.metadata import version as installed
-
     from services.cli.output import console
+    from shared.version import product_version
 
-    console.print(f"moonbus {installed('moonbus')}", highlight=False)
+    console.print(f"moonbus {product_version()}", highlight=False)
 
 
 def main(arguments: list[str] | None = None) -> None:

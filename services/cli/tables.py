@@ -8,7 +8,7 @@ from typing import cast
 from rich.table import Table
 
 from services.cli.find import ask, settings
-from services.cli.output import compact_table, console
+from services.cli.output import compact_table, console, name_column
 from services.launcher.lineage import KEY_DIGITS, copies, lineage_table
 from shared.bus.subjects import BLOCKS, LINEAGE, STATS, WORKERS
 from shared.errors import SettingError
@@ -31,7 +31,9 @@ _STATE_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red"}
 def workers(nats_url: str | None, data_dir: str | None) -> None:
     """Prints the cluster as a conductor sees it."""
     reply = cast(WorkersReply, ask(settings(nats_url, data_dir), WORKERS.at(), WorkersQuery(), who="conductor"))
-    table = compact_table("worker", "state", "model", "device", "queued", "running", "free blocks", "indexed", "wait",
+    width = max((len(worker.hello.worker) for worker in reply.workers), default=0)
+    table = compact_table(name_column("worker", width), "state", "model", "device", "queued", "running", "free blocks",
+                          "indexed", "wait",
                           title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
@@ -52,12 +54,12 @@ def blocks(nats_url: str | None, data_dir: str | None, *, limit: int, worker: st
         raise SettingError("--order", order, " or ".join(_ORDERS))
     query = BlocksQuery(limit=limit, worker=worker, tenant=tenant, order=order, all=everything)  # type: ignore[arg-type]
     reply = cast(BlocksReply, ask(settings(nats_url, data_dir), BLOCKS.at(), query, who="store-manager"))
-    table = compact_table("key", "depth", "model", "tenant", "hits", "last used", "made by", "copies now",
+    table = compact_table(name_column("key", KEY_DIGITS), "depth", "model", "tenant", "hits", "last used", "made by", "copies now",
                           title=f"{len(reply.blocks)} of {reply.total} blocks")
     for block in reply.blocks:
         table.add_row(
             block.key.hex()[:KEY_DIGITS], str(block.depth), block.model, block.tenant, str(block.hits),
-            _age(block.last_used_at_s), block.created_by, copies(block.replicas, separator="\n"))
+            _age(block.last_used_at_s), block.created_by, copies(block.replicas, separator="\n", sources=False))
     console.print(table)
 
 

@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -34,6 +33,7 @@ from services.gateway.roster import Served
 from services.gateway.shell import INTERNAL, Exchange, Gateway, Piece
 from shared.ids import RequestId, WorkerId, fresh
 from shared.telemetry import metrics, tracing
+from shared.version import product_version
 
 _log = logging.getLogger(__name__)
 _tracer = trace.get_tracer("moonbus.gateway")
@@ -367,14 +367,6 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
         if message["type"] == "http.disconnect":
             exchange.abandon("client_gone", "the client closed the connection")
             return
-
-
-def product_version() -> str:
-    """Version of the installed distribution; ``0+source`` when it runs from a source tree."""
-    try:
-        return metadata.version("moonbus")
-    except metadata.PackageNotFoundError:
-        return "0+source"
 
 
 def _headers(exchange: Exchange) -> dict[str, str]:

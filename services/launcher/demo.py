@@ -60,9 +60,9 @@ _ROOM_TOKENS = 512
 """Left in the context for template, question and answer."""
 
 QUESTIONS = (
-    "Which ship is the last steamship on the coast, and who is her captain?",
-    "How much does a monthly card cost, and for which routes does it hold?",
-    "What does a yellow lantern on the white mast mean?",
+    "Which ship is the largest?",
+    "What does the Old Anna burn?",
+    "What is the prize at the harbour festival?",
 )
 
 

@@ -32,12 +32,12 @@ def lineage_table(reply: LineageReply, *, merged: bool = False) -> Table:
     return table
 
 
-def copies(replicas: Sequence[ReplicaRow], *, separator: str = ", ") -> str:
-    """Live copies, each with its tier where that is not DRAM, and whom a received one came from."""
+def copies(replicas: Sequence[ReplicaRow], *, separator: str = ", ", sources: bool = True) -> str:
+    """Live copies, each with its tier where that is not DRAM, and with whom a received one came from."""
     return separator.join(
         replica.worker
         + (f" ({replica.tier})" if replica.tier != "dram" else "")
-        + (f" ← {replica.source}" if replica.source else "")
+        + (f" ← {replica.source}" if replica.source and sources else "")
         for replica in replicas if replica.evicted_at_s is None)
 
 
