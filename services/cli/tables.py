@@ -54,8 +54,8 @@ def blocks(nats_url: str | None, data_dir: str | None, *, limit: int, worker: st
         raise SettingError("--order", order, " or ".join(_ORDERS))
     query = BlocksQuery(limit=limit, worker=worker, tenant=tenant, order=order, all=everything)  # type: ignore[arg-type]
     reply = cast(BlocksReply, ask(settings(nats_url, data_dir), BLOCKS.at(), query, who="store-manager"))
-    table = compact_table(name_column("key", KEY_DIGITS), "depth", "model", "tenant", "hits", "last used", "made by", "copies now",
-                          title=f"{len(reply.blocks)} of {reply.total} blocks")
+    table = compact_table(name_column("key", KEY_DIGITS), "depth", "model", "tenant", "hits", "last used", "made by",
+                          "copies now", title=f"{len(reply.blocks)} of {reply.total} blocks")
     for block in reply.blocks:
         table.add_row(
             block.key.hex()[:KEY_DIGITS], str(block.depth), block.model, block.tenant, str(block.hits),
