@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -132,5 +133,5 @@ async def postgres_url(postgres_server: embedded.Postgres) -> AsyncIterator[str]
 
 def pytest_asyncio_loop_factories(
         config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], AbstractEventLoop]]:
-    """The loop that the services run on: uvloop differs from asyncio's own in more than speed."""
-    return {"uvloop": uvloop.new_event_loop}
+    """The loop of production, for uvloop differs in more than speed; only the launcher runs on asyncio's own."""
+    return {"asyncio": asyncio.new_event_loop} if "launcher" in item.path.parts else {"uvloop": uvloop.new_event_loop}

@@ -263,12 +263,16 @@ class Exchange:
             return
         now_s = self._gateway.clock.monotonic()
         if self._timer is not None:
-            if not self._timer.cancelled() and now_s < self._timer_due_s <= wake_s:
+            if self._timer_due_s <= wake_s:
                 return
             self._timer.cancel()
         # Kept here, since uvloop gives a timer that is due at once as a handle that cannot say when.
         self._timer_due_s = max(now_s, wake_s)
-        self._timer = asyncio.get_running_loop().call_later(self._timer_due_s - now_s, self.feed, Woke())
+        self._timer = asyncio.get_running_loop().call_later(self._timer_due_s - now_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None  # gone before the machine is asked: loops may fire a little early, and it may say "not yet"
+        self.feed(Woke())
 
     # -- questions ---------------------------------------------------------------------------------------------
 

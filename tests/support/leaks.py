@@ -52,7 +52,8 @@ class Resources:
 
 def _threads() -> set[threading.Thread]:
     # The loop joins the threads of its default executor when it closes, which is after the test.
-    return {thread for thread in threading.enumerate() if not thread.daemon and not thread.name.startswith("asyncio_")}
+    pools = ("asyncio_", "uvloop_")
+    return {thread for thread in threading.enumerate() if not thread.daemon and not thread.name.startswith(pools)}
 
 
 def _children() -> set[psutil.Process]:
