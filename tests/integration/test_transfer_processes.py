@@ -21,7 +21,15 @@ import pytest
 
 from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Grant, Range
-from shared.transfer import GrantRefused, PeerGone, Slice, TransferEngine, TransferSettings, TransferTimeout
+from shared.transfer import (
+    GrantRefused,
+    PeerGone,
+    PushResult,
+    Slice,
+    TransferEngine,
+    TransferSettings,
+    TransferTimeout,
+)
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -95,15 +103,23 @@ async def test_bytes_cross_processes(path: str) -> None:
 async def test_a_peer_killed_in_the_middle_is_gone_at_once(path: str) -> None:
     with peer_process(path) as peer:
         async with own_engine(path) as engine:
-            pushes = [asyncio.create_task(engine.push(peer.endpoint, blocks(1 << 20), peer.grant, timeout_s=30))
-                      for _ in range(20)]
-            await eventually(lambda: any(push.done() for push in pushes), timeout_s=20)
+            arrived = 0
+
+            async def push_until_it_fails() -> PushResult:
+                nonlocal arrived
+                while True:
+                    result = await engine.push(peer.endpoint, blocks(1 << 20), peer.grant, timeout_s=30)
+                    if not result.ok:
+                        return result
+                    arrived += 1
+
+            pushing = asyncio.gather(*(push_until_it_fails() for _ in range(4)))
+            await eventually(lambda: arrived, timeout_s=20)
             killed_s = time.monotonic()
             peer.process.kill()
-            results = await asyncio.wait_for(asyncio.gather(*pushes), 10)
+            results = await asyncio.wait_for(pushing, 10)
             assert time.monotonic() - killed_s < 1.0
-            failed = [result.error for result in results if not result.ok]
-            assert failed and all(isinstance(error, PeerGone) for error in failed)
+            assert all(isinstance(result.error, PeerGone) for result in results)
 
 
 @pytest.mark.parametrize("path", PATHS)
