@@ -44,16 +44,17 @@ class Lifecycle:
         """``host:port`` of the admin HTTP server."""
         self.stopping = asyncio.Event()
         """Set when the service shall drain and return."""
-        self._ready = False
+        self.was_ready = False
+        """It took work at some time: there may be something to finish."""
 
     @property
     def is_ready(self) -> bool:
         """The service takes work."""
-        return self._ready and not self.stopping.is_set()
+        return self.was_ready and not self.stopping.is_set()
 
     def ready(self, **facts: Any) -> None:
         """Says that the service takes work: /ready answers 200, and one JSON line with ``facts`` goes to stdout."""
-        self._ready = True
+        self.was_ready = True
         line = {"ready": self._service, "id": self._instance, "admin": self.admin, **facts}
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
@@ -111,7 +112,7 @@ def _explain(service: str, *errors: UserError) -> int:
 async def _live(
     service: str, instance: str, settings: CommonSettings, body: Callable[[Lifecycle], Awaitable[None]],
 ) -> None:
-    listening = _bind(settings.admin_host, settings.admin_port)
+    listening = bind(settings.admin_host, settings.admin_port, what="admin port", setting="MOONBUS_ADMIN_PORT")
     host, port = listening.getsockname()[:2]
     lifecycle = Lifecycle(service, instance, f"{host}:{port}")
     admin = _AdminServer(lifecycle)
@@ -139,10 +140,11 @@ async def _drive(
     stopping = asyncio.create_task(lifecycle.stopping.wait(), name="wait for stop")
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        if not working.done() and lifecycle.was_ready:
             await asyncio.wait({working}, timeout=settings.drain_s)
-        if not working.done():
-            _log.warning("drain_cut", extra={"fields": {"after_s": settings.drain_s}})
+            if not working.done():
+                _log.warning("drain_cut", extra={"fields": {"after_s": settings.drain_s}})
+        if not working.done():  # also: it was told to stop while it started, and has nothing to finish
             working.cancel()
             await asyncio.wait({working})
         if not working.cancelled():
@@ -177,7 +179,8 @@ def _signals(lifecycle: Lifecycle) -> Generator[None]:
             loop.remove_signal_handler(number)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, what: str, setting: str) -> socket.socket:
+    """A socket that listens there; raises :class:`UserError` naming ``what`` it is for and the ``setting`` of it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,14 +190,22 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
-        raise UserError(f"admin port {host}:{port} {why}; stop what uses it or set MOONBUS_ADMIN_PORT "
+        raise UserError(f"{what} {host}:{port} {why}; stop what uses it or set {setting} "
                         "(0 picks a free one)") from error
     listening.setblocking(False)
     return listening
 
 
-class _AdminServer(uvicorn.Server):
-    """/health, /ready and /metrics. Signals are not its business."""
+class HttpServer(uvicorn.Server):
+    """uvicorn inside a service: signals are the lifecycle's business."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class _AdminServer(HttpServer):
+    """/health, /ready and /metrics."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -203,10 +214,6 @@ class _AdminServer(uvicorn.Server):
             proxy_headers=False, server_header=False,
             timeout_graceful_shutdown=int(ADMIN_CLOSE_S), timeout_keep_alive=5,
         ))
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
     async def _app(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]],
                    send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from services.decode.settings import Settings
 from services.decode.shell import DecodeShell
-from shared.ids import fresh
-from shared.lifecycle import Lifecycle, run
 from shared.settings import load
-from shared.worker.runtime import open_worker, until_stopped
+from shared.worker.runtime import run_worker
 
 
 def main(overrides: Mapping[str, Any]) -> int:
     """Runs a decode worker until it is told to stop; the exit code."""
     settings = load(Settings, "decode", overrides=overrides)
-    settings = msgspec.structs.replace(settings, worker_id=settings.worker_id or fresh("decode", 4))
-
-    async def body(lifecycle: Lifecycle) -> None:
-        async with open_worker(settings, "decode") as worker:
-            shell = DecodeShell(worker, settings)
-            async with shell.open(), worker.presence(shell.load, max_running=settings.max_running).open() as presence:
-                lifecycle.ready(worker=worker.id, model=worker.model.name)
-                await until_stopped(lifecycle, presence)
-                await asyncio.gather(shell.drain(), presence.changed())
-
-    return run("decode", settings.worker_id, settings, body)
+    return run_worker(
+        settings, "decode", lambda worker: DecodeShell(worker, settings), max_running=settings.max_running)

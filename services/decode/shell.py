@@ -192,6 +192,8 @@ class DecodeShell:
             await asyncio.wait_for(self._worker.transfer.release(request.operation), _RELEASE_PATIENCE_S)
         except TimeoutError:
             missing = request.landing.slots
+        if not missing:
+            await self._worker.engine.load(request.slots[request.landing.first_block:])
         if request.operation not in self._requests:
             return _refused(message, "cancelled", "it was cancelled meanwhile")
         if missing:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import re
-import socket
-from collections.abc import AsyncIterator, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -20,7 +18,7 @@ from shared import lifecycle, settings
 from shared.bus.bus import Bus
 from shared.bus.nats import NatsBus
 from shared.clock import SystemClock
-from shared.errors import SettingError, UserError
+from shared.errors import SettingError
 from shared.ids import GatewayId, fresh
 
 _log = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ async def _live(chosen: Settings, gateway_id: GatewayId, life: lifecycle.Lifecyc
 @asynccontextmanager
 async def serve(chosen: Settings, bus: Bus, *, gateway_id: GatewayId) -> AsyncIterator[tuple[Gateway, str]]:
     """A gateway on ``bus`` that answers HTTP at the yielded URL; closes both on the way out."""
-    listening = _bind(chosen.host, chosen.port)
+    listening = lifecycle.bind(chosen.host, chosen.port, what="port", setting="MOONBUS_GATEWAY_PORT")
     try:
         gateway = Gateway(chosen, bus, SystemClock(), gateway_id=gateway_id)
         try:
@@ -74,35 +72,16 @@ async def serve(chosen: Settings, bus: Bus, *, gateway_id: GatewayId) -> AsyncIt
         listening.close()
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its own signals and logs: the lifecycle has both."""
+class _Server(lifecycle.HttpServer):
+    """Uvicorn without logs of its own: the service has them."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(uvicorn.Config(
             api, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             timeout_keep_alive=KEEPALIVE_S, timeout_graceful_shutdown=1))
 
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
 
 def _gateway_id(chosen: Settings) -> GatewayId:
     if chosen.gateway_id and not re.fullmatch(r"[A-Za-z0-9_-]+", chosen.gateway_id):
         raise SettingError("gateway_id", chosen.gateway_id, "letters, digits, - and _")
     return GatewayId(chosen.gateway_id or fresh("gateway", 4))
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
-        raise UserError(f"port {host}:{port} {why}; stop what uses it or set MOONBUS_GATEWAY_PORT "
-                        "(0 picks a free one)") from error
-    listening.setblocking(False)
-    return listening

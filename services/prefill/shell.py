@@ -218,8 +218,9 @@ class PrefillShell:
         own = len(self._agent.pin(job.operation, job.keys[:reusable]))
         stages = job.stages = await self._fetch(job, own=own, reusable=reusable)
         reused = stages.hit_tokens // self._block_tokens
-        shared_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
-        job.slots = shared_slots + await self._agent.wait_allocate(job.operation, self._blocks_of(total) - reused)
+        reused_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
+        await self._worker.engine.load(reused_slots[own:])
+        job.slots = reused_slots + await self._agent.wait_allocate(job.operation, self._blocks_of(total) - reused)
         job.pusher = Pusher(self._worker.transfer, message.landing.endpoint, message.landing.grant,
                             timeout_s=self._settings.push_timeout_s)
         async with _stopped(asyncio.create_task(job.pusher.run(), name=f"push-{job.operation}")) as pushing:

@@ -37,6 +37,7 @@ class EngineThread:
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         self._executor = executor
         self.profile = Profile()
+        self._on_device = False
 
     @classmethod
     @asynccontextmanager
@@ -63,6 +64,12 @@ class EngineThread:
         """
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._step, works, on_layer)
 
+    async def load(self, slots: Sequence[int]) -> None:
+        """Makes blocks that peers wrote into the pool's memory usable for the next steps: a copy to the accelerator,
+        nothing on a CPU, whose pool is that memory."""
+        if self._on_device and slots:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._pool.to_device, slots)
+
     # --- on the thread -----------------------------------------------------------------------------------------
 
     def _load(self, model: ModelDir, spec: CacheSpec, num_blocks: int, memory: memoryview, device: str,
@@ -72,6 +79,7 @@ class EngineThread:
         from shared.engine.runtime import Engine
 
         self._pool = KVPool(spec, num_blocks, memory, device)
+        self._on_device = device != "cpu"
         self._engine = Engine.load(model, spec, self._pool, device=device, threads=threads)
         self.profile = measure(self._engine)
 

@@ -7,9 +7,11 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from shared.bus.bus import Bus
 from shared.bus.nats import NatsBus
@@ -18,7 +20,7 @@ from shared.engine.thread import EngineThread
 from shared.errors import SettingError
 from shared.ids import Incarnation, WorkerId, fresh
 from shared.kv import CacheSpec
-from shared.lifecycle import Lifecycle
+from shared.lifecycle import Lifecycle, run
 from shared.messages import Hello, Load, Role
 from shared.models import ModelDir, cache_spec, resolve
 from shared.store.agent import StoreAgent
@@ -59,10 +61,6 @@ class Worker:
             started_at_s=self.clock.wall(), device=self.settings.device, profile=self.engine.profile, pid=os.getpid(),
         )
 
-    def presence(self, load: Callable[[], Load], *, max_running: int) -> Presence:
-        """Its presence on the bus; open it when the service listens."""
-        return Presence(self.bus, self.settings, self.hello(max_running=max_running), load)
-
 
 @asynccontextmanager
 async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Worker]:
@@ -102,7 +100,39 @@ async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Wor
                              num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine)
 
 
-async def until_stopped(lifecycle: Lifecycle, presence: Presence) -> None:
+class Shell(Protocol):
+    """What makes a worker one of its kind."""
+
+    def load(self) -> Load:
+        """What the heartbeat reports."""
+        ...
+
+    def open(self) -> AbstractAsyncContextManager[None]:
+        """Takes work while the context is open."""
+        ...
+
+    async def drain(self) -> None:
+        """Takes nothing new and waits until all work has ended; the caller bounds the wait."""
+        ...
+
+
+def run_worker(settings: WorkerSettings, role: Role, shell_of: Callable[[Worker], Shell], *, max_running: int) -> int:
+    """Runs a worker until it is told to stop, or a conductor refuses it; the process's exit code."""
+    settings = msgspec.structs.replace(settings, worker_id=settings.worker_id or fresh(role, 4))
+
+    async def body(lifecycle: Lifecycle) -> None:
+        async with open_worker(settings, role) as worker:
+            shell = shell_of(worker)
+            presence = Presence(worker.bus, settings, worker.hello(max_running=max_running), shell.load)
+            async with shell.open(), presence.open():
+                lifecycle.ready(worker=worker.id, model=worker.model.name)
+                await _until_stopped(lifecycle, presence)
+                await asyncio.gather(shell.drain(), presence.changed())
+
+    return run(role, settings.worker_id, settings, body)
+
+
+async def _until_stopped(lifecycle: Lifecycle, presence: Presence) -> None:
     """Waits until the process is told to stop; raises when a conductor refuses the worker."""
     stopping = asyncio.create_task(lifecycle.stopping.wait(), name="until-stopped")
     try:
