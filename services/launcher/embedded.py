@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from services.launcher.ports import free_port
 from shared.errors import Unavailable, UserError
 
 HOST = "127.0.0.1"
@@ -168,12 +169,6 @@ async def _lock(what: str, directory: Path) -> int:
             raise
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def _refuse_taken(what: str, port: int, setting: str) -> None:
     """Raises ``UserError`` when somebody listens on ``port`` already."""
     with socket.socket() as probe:
@@ -189,7 +184,7 @@ def _refuse_taken(what: str, port: int, setting: str) -> None:
 async def _start_on_some_port(port: int, start: Callable[[int], Awaitable[_Process]]) -> tuple[_Process, int]:
     """Starts on ``port``, or on a free one when it is 0. Raises ``_Exited`` when it would not start."""
     for tries_left in reversed(range(TRIES if port == 0 else 1)):
-        chosen = port or _free_port()
+        chosen = port or free_port(HOST)
         try:
             return await start(chosen), chosen
         except _Exited as ended:
@@ -480,7 +475,7 @@ def _unprivileged(data_dir: Path) -> _Account:
             continue
         return _Account(found.pw_name, found.pw_uid, found.pw_gid)
     raise UserError("Postgres cannot run as root and there is no account `postgres` or `nobody`; run moonbus as "
-                    "another user, or set MOONBUS_DATABASE_URL to a Postgres of yours")
+                    "another user, or set MOONBUS_POSTGRES_URL to a Postgres of yours")
 
 
 def _existing_parent(path: Path) -> Path:

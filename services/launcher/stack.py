@@ -18,6 +18,7 @@ import msgspec
 
 from services.launcher import embedded, state
 from services.launcher.plan import plan_stack
+from services.launcher.ports import free_port
 from services.launcher.resources import measure
 from services.launcher.settings import Settings
 from services.launcher.supervise import StackFailed, Supervisor, UnitView, stop_signals
@@ -75,8 +76,9 @@ def check_port(host: str, port: int) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            port = port or free_port(host)
             probe.bind((host, port))
-            return int(probe.getsockname()[1])
+            return port
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UserError(f"port {port} on {host} is taken; stop what uses it or choose another --port") from None

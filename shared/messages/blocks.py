@@ -63,7 +63,10 @@ KvEvent = Stored | Evicted
 
 
 class Since(Message, frozen=True):
-    """Asks an owner for what happened after ``seq`` of ``incarnation``; ``snapshot`` continues a paged one."""
+    """Asks an owner for what happened after ``seq`` of ``incarnation``; ``snapshot`` continues a paged one.
+
+    ``seq`` -1 asks for the whole state.
+    """
 
     incarnation: Incarnation
     seq: int

@@ -7,7 +7,6 @@ path or a name of the compose network is mapped to what is there on this machine
 import asyncio
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +20,7 @@ import httpx
 import openai
 import yaml
 
+from services.launcher.ports import free_port
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import STATS
 from shared.messages import StatsQuery, StatsReply
@@ -62,20 +62,13 @@ def localised(command: list[str]) -> list[str]:
     return [*interpreter[command[0]], *(interpolate(word) for word in command[1:])]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def environment(service: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
     """The container's environment with names and paths replaced by what stands for them ``here``."""
     env = {name: interpolate(value) for name, value in service["environment"].items()}
     for name, value in env.items():
         for theirs, ours in here.items():
             value = value.replace(theirs, ours)
-        env[name] = str(free_port()) if name.endswith("_PORT") else value
+        env[name] = str(free_port("127.0.0.1")) if name.endswith("_PORT") else value
     return {**env, "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
 
 
