@@ -270,14 +270,16 @@ class TokenChunk(Message, frozen=True):
 
 
 class JobFailed(Message, frozen=True):
-    """A worker gives up on a request; ``retryable`` before the first token."""
+    """A worker gives up on its part of a request."""
 
     request: RequestId
     attempt: int
     worker: WorkerId
+    """Who gives up."""
     code: str
     message: str
-    retryable: bool = True
+    blame: WorkerId = WorkerId("")
+    """Who must not get the next attempt; the speaker when empty."""
 
 
 class TokenBatch(Message, frozen=True):
