@@ -9,13 +9,15 @@
 * *placing*: the conductors are asked; none answering is waited for until ``place_timeout_s`` (one may be restarting).
 * *reserving*: the decode worker is asked for landing room; no grant, no prefill.
 * *prefilling*: the prefill worker has the job (or is about to); the first token is awaited.
-* *streaming*: tokens come in. An attempt that fails now can be repeated only while nothing was sent to the client
-  (``replayable``: answers that are not streamed).
+* *streaming*: tokens have been delivered. An attempt that fails now can be repeated only when the client has seen
+  nothing of them (``replayable``: answers that are not streamed).
 * *done*: entered exactly once, with exactly one :class:`Ended`; everything later is ignored.
 
-An attempt ends early when a worker refuses, is unreachable, reports failure or is declared lost; it is cancelled on
-the bus, its worker excluded and the request placed again, at most ``max_attempts`` times. A cancel always reaches
-the bus before :class:`Ended` unless the workers themselves finished the answer.
+An attempt ends early when a worker refuses, is unreachable, reports failure or is declared lost, or when tokens are
+lost on the way; it is cancelled on the bus, who is to blame excluded and the request placed again, at most
+``max_attempts`` times. Whether that is possible shows here alone, so no worker is asked. Once the decode worker has
+spoken, nothing that is heard of or from the prefill worker matters any more. A cancel always reaches the bus before
+:class:`Ended` unless the workers themselves finished the answer.
 """
 
 from __future__ import annotations
@@ -288,6 +290,11 @@ class RequestMachine:
                 or self._order.attempt != self.attempt:
             raise Bug(f"request {self.job.request} in {self.state}, attempt {self.attempt}: " + " | ".join(self.story))
 
+    @property
+    def _handed_over(self) -> bool:
+        """The decode worker has spoken, be it out of turn: the prefill worker's part is over, and was done well."""
+        return self.state == "streaming" or (self.state == "prefilling" and self._order.gap)
+
     # -- placing ----------------------------------------------------------------------------------------------------
 
     def _place(self, now: float) -> list[Effect]:
@@ -316,14 +323,14 @@ class RequestMachine:
                 return self._rejected(rejection)
             case "reserving", Reserved() as reserved:
                 return self._prefill(reserved, now)
+            case _ if self._handed_over:
+                return []  # tokens were faster than the answer; they prove more than it says
             case "prefilling", Accepted():
                 self._note("accepted")
                 return []
             case "reserving" | "prefilling", Refused() as refused:
                 return self._again(self._asked_worker(), refused.code, refused.message, now,
                                    retry_after_s=refused.retry_after_s)
-            case "streaming", _:
-                return []  # tokens were faster than the answer; they prove more than it says
             case "reserving" | "prefilling", _:
                 worker = self._asked_worker()
                 return self._again(worker, "bad_answer", f"{worker} answered with {type(message).__name__}", now)
@@ -339,7 +346,7 @@ class RequestMachine:
             return self._end("rejected", Problem(
                 status=503, code="no_conductor", retry_after_s=1.0,
                 message=f"no conductor answered within {self.limits.place_timeout_s:g} s"))
-        if self.state == "streaming":
+        if self._handed_over:
             return []
         worker = self._asked_worker()
         told: list[Effect] = [NobodyThere(worker)] if gone else []
@@ -386,10 +393,12 @@ class RequestMachine:
             self.stages = chunk.stages
         if fresh is None:
             if self._order.hopeless:
-                return self._stream_broken(self._placed().decode, "tokens_lost", "tokens were lost on the way", now)
+                return self._tokens_lost(now)
             if self._order.gap and self._gap_since_s is None:
                 self._gap_since_s = now
             return []
+        if fresh.finish == "cancelled":  # nobody here cancelled it: we would be done
+            return self._broken(chunk.worker, "worker_cancelled", f"{chunk.worker} gave the answer up", now)
         self._gap_since_s = now if self._order.gap else None
         if self.state == "prefilling":
             self.state = "streaming"
@@ -398,45 +407,38 @@ class RequestMachine:
         if self.first_token_s is None:
             self.first_token_s = now
         delivered: list[Effect] = [Deliver(fresh.tokens, fresh.finish)]
-        if not fresh.finish:
-            return delivered
-        if fresh.finish == "cancelled":  # nobody here cancelled it: we would be done
-            return self._stream_broken(chunk.worker, "worker_cancelled", f"{chunk.worker} gave the answer up", now)
-        return delivered + self._finish(fresh.finish)
+        return delivered + self._finish(fresh.finish) if fresh.finish else delivered
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def _job_failed(self, failed: JobFailed, now: float) -> list[Effect]:
         if failed.attempt != self.attempt or self.state not in ("reserving", "prefilling", "streaming"):
             return []
-        if self.state == "streaming":
-            # the prompt's KV has left the prefill worker: what becomes of that one no longer matters
-            return self._stream_broken(failed.worker, failed.code, failed.message, now) \
-                if failed.worker == self._placed().decode else []
-        if failed.retryable:
-            return self._again(failed.worker, failed.code, failed.message, now)
-        return self._end("failed", Problem(
-            status=500, code=failed.code or "worker_failed", message=f"{failed.worker}: {failed.message}"))
+        if self._handed_over and failed.worker != self._placed().decode:
+            return []  # the answer to its handover was late or lost, no more
+        return self._broken(failed.blame or failed.worker, failed.code or "worker_failed",
+                            f"{failed.worker}: {failed.message}", now)
 
     def _worker_lost(self, worker: WorkerId, why: str, now: float) -> list[Effect]:
         if self.placement is None or self.state not in ("reserving", "prefilling", "streaming"):
             return []
-        if self.state == "streaming":
-            return self._stream_broken(worker, "worker_lost", f"{worker} was lost: {why}", now) \
-                if worker == self.placement.decode else []
-        if worker in (self.placement.prefill, self.placement.decode):
-            return self._again(worker, "worker_lost", f"{worker} was lost: {why}", now)
+        if worker == self.placement.decode or (worker == self.placement.prefill and not self._handed_over):
+            return self._broken(worker, "worker_lost", f"{worker} was lost: {why}", now)
         return []
 
-    def _stream_broken(self, worker: WorkerId, code: str, message: str, now: float) -> list[Effect]:
-        if self.job.replayable:
-            return self._again(worker, code, message, now)
-        return self._end("failed", Problem(status=502, code=code, message=f"the answer broke off: {message}",
-                                           retry_after_s=1.0))
+    def _tokens_lost(self, now: float) -> list[Effect]:
+        return self._broken(None, "tokens_lost", "tokens were lost on the way", now)  # that was the bus, no worker
 
-    def _again(self, worker: WorkerId, code: str, message: str, now: float, *,
+    def _broken(self, blame: WorkerId | None, code: str, message: str, now: float) -> list[Effect]:
+        """The attempt failed under way: another one, unless the client has seen part of the answer."""
+        if self.state == "streaming" and not self.job.replayable:
+            return self._end("failed", Problem(status=502, code=code, message=f"the answer broke off: {message}",
+                                               retry_after_s=1.0))
+        return self._again(blame, code, message, now)
+
+    def _again(self, blame: WorkerId | None, code: str, message: str, now: float, *,
                retry_after_s: float = 1.0) -> list[Effect]:
-        """The attempt is over; another one without ``worker``, if one is left."""
+        """The attempt is over; another one without ``blame``, if one is left."""
         self._note(f"attempt {self.attempt} failed: {code}: {message}")
         if code in _CONTENDED:
             self._contention = Problem(status=429, code=code, message=message, retry_after_s=retry_after_s)
@@ -447,10 +449,10 @@ class RequestMachine:
                 status=503, code=code, retry_after_s=retry_after_s,
                 message=f"gave up after {self.attempt + 1} attempts; the last one: {message}"))
         effects: list[Effect] = [self._cancel(code, self.attempt)]
-        if self.received:
+        if self.state == "streaming":
             effects.append(Restart(message))
-        if worker not in self._excluded:
-            self._excluded.append(worker)
+        if blame is not None and blame not in self._excluded:
+            self._excluded.append(blame)
         self.attempt += 1
         self._order = TokenOrder(self.attempt)
         self._gap_since_s = None
@@ -465,11 +467,10 @@ class RequestMachine:
         if self._ask_again_s is not None and now >= self._ask_again_s:
             return self._ask_conductor(now)
         if self._gap_since_s is not None and now >= self._gap_since_s + self.limits.gap_s:
-            return self._stream_broken(self._placed().decode, "tokens_lost", "tokens were lost on the way", now)
+            return self._tokens_lost(now)
         if self.state == "streaming" and self.last_token_s is not None \
                 and now >= self.last_token_s + self.limits.stall_s:
-            return self._stream_broken(self._placed().decode, "stalled",
-                                       f"no token for {self.limits.stall_s:g} s", now)
+            return self._broken(self._placed().decode, "stalled", f"no token for {self.limits.stall_s:g} s", now)
         return []
 
     # -- ends -------------------------------------------------------------------------------------------------------

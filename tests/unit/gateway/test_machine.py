@@ -88,9 +88,9 @@ def chunk(first: int, *tokens: int, finish: Finish = "", attempt: int = 0, worke
                       finish=finish, stages=Stages(hit_tokens=2) if first == 0 else None)
 
 
-def failed(worker: WorkerId, code: str = "broken", *, attempt: int = 0, retryable: bool = True) -> JobFailed:
+def failed(worker: WorkerId, code: str = "broken", *, attempt: int = 0, blame: str = "") -> JobFailed:
     return JobFailed(request=REQUEST, attempt=attempt, worker=worker, code=code, message="scripted",
-                     retryable=retryable)
+                     blame=WorkerId(blame))
 
 
 def refused(code: Any, attempt: int = 0) -> Refused:
@@ -268,21 +268,48 @@ def test_a_worker_that_dies_before_the_first_token(worker: WorkerId) -> None:
 
 def test_a_job_that_fails_before_the_first_token() -> None:
     script = at_prefill()
-    script >> failed(P1) << cancelled(0, reason="broken") << asks_place(attempt=1)
+    script >> failed(P1) << cancelled(0, reason="broken") << asks_place(attempt=1, exclude=["prefill-9", "prefill-1"])
     (script >> failed(P1, attempt=0)).done()
+
+
+def test_who_is_to_blame_is_excluded_rather_than_who_speaks() -> None:
     script = at_prefill()
-    script >> failed(P1, "impossible", retryable=False) << cancelled() << ends("failed", "impossible", 500)
+    script >> failed(P1, "decode_gone", blame=D1) << cancelled(0, reason="decode_gone") \
+        << asks_place(attempt=1, exclude=["prefill-9", "decode-1"])
+
+
+@pytest.mark.parametrize(
+    "event", [failed(D1, "internal"), chunk(0, finish="cancelled"), chunk(0, 5, finish="cancelled")])
+def test_a_decode_worker_that_fails_before_anything_was_delivered(event: Any) -> None:
+    script = at_prefill()
+    script >> event << cancelled(0) << asks_place(attempt=1, exclude=["prefill-9", "decode-1"])
+
+
+def test_a_lost_first_chunk_is_another_attempt_and_nobodys_fault() -> None:
+    script = at_prefill(gap_s=2.0)
+    (script >> chunk(1, 6) >> after(1.9)).done()
+    script >> after(0.2) << cancelled(0, reason="tokens_lost") << asks_place(attempt=1, exclude=["prefill-9"])
+
+
+def test_prefill_is_over_once_the_decode_worker_has_spoken_even_out_of_turn() -> None:
+    script = at_prefill()
+    (script >> chunk(1, 6) >> failed(P1, "decode_gone", blame=D1) >> WorkerLost(P1, "killed")).done()
+    script.silence(gone=True).done()
+    script >> chunk(0, 5) << Deliver([5, 6], "")
+    (script >> failed(P1, "decode_gone", blame=D1)).done()
+    script >> chunk(2, finish="stop") << Deliver([], "stop") << ends("ok")
 
 
 def test_only_the_decode_worker_matters_once_tokens_flow() -> None:
     script = at_stream()
     (script >> WorkerLost(P1, "killed") >> failed(P1)).done()
     script >> WorkerLost(D1, "killed") << cancelled() << ends("failed", "worker_lost", 502)
+    at_stream() >> failed(D1, "capacity") << cancelled() << ends("failed", "capacity", 502)
 
 
 def test_an_answer_that_nobody_has_seen_begins_again() -> None:
     script = at_stream(replayable=True)
-    script >> failed(D1, retryable=False) << cancelled(0) << like(Restart) \
+    script >> failed(D1) << cancelled(0) << like(Restart) \
         << asks_place(attempt=1, exclude=["prefill-9", "decode-1"])
     script.reply(placement(decode=D2, attempt=1)) << asks(D2)
     script.reply(reserved(1)) << asks(P1, PrefillJob)
