@@ -46,6 +46,7 @@ from shared.messages import (
 )
 from shared.telemetry import metrics, tracing
 from shared.units import format_seconds
+from shared.worker.cancelled import Cancelled
 from shared.worker.runtime import Worker
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,6 @@ class DecodeShell:
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self._worker, self._settings, self._agent = worker, settings, worker.agent
-        self._block_tokens = worker.spec.block_tokens
         self._batch = DecodeBatch(
             worker.agent.pool, block_tokens=worker.spec.block_tokens, block_bytes=worker.spec.block_bytes,
             max_running=settings.max_running, chunk_tokens=settings.chunk_tokens, max_context=worker.spec.max_context)
@@ -94,7 +94,7 @@ class DecodeShell:
         self._computing: frozenset[OperationId] = frozenset()
         self._work, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._step_s = 0.0
+        self._cancelled = Cancelled()
         self.draining = False
 
     def load(self) -> Load:
@@ -116,16 +116,22 @@ class DecodeShell:
             await bus.serve(JOB.at(worker=self._worker.id), self._on_job),
             await bus.subscribe(CANCEL.at(), self._on_cancel),
         ]
-        stepping = asyncio.create_task(self._run(), name="decode-steps")
         try:
-            yield
+            async with asyncio.TaskGroup() as group:  # an engine loop that dies ends the worker, which is started again
+                stepping = group.create_task(self._run(), name="decode-steps")
+                try:
+                    yield
+                finally:
+                    for subscription in subscriptions:
+                        await subscription.close()
+                    stepping.cancel()
         finally:
-            for subscription in subscriptions:
-                await subscription.close()
-            stepping.cancel()
-            await asyncio.gather(stepping, return_exceptions=True)
+            failures = [(request.message.gateway, self._failure(request, "stopped", f"{self._worker.id} stopped"))
+                        for request in self._requests.values()]
             for request in list(self._requests.values()):
-                await self._fail(request, "stopped", f"{self._worker.id} stopped")
+                self._end(request, "failed")
+            for gateway, failure in failures:
+                await self._publish({gateway: [failure]}, [])
 
     async def drain(self) -> None:
         """Takes nothing new and waits until all requests have ended; the caller bounds the wait."""
@@ -152,6 +158,8 @@ class DecodeShell:
         known = self._requests.get(operation)
         if known is not None:
             return Reserved(request=message.request, attempt=message.attempt, landing=known.landing)
+        if self._cancelled.covers(message.request, message.attempt):
+            return _refused(message, "cancelled", "it was cancelled before it arrived")
         if message.spec != self._worker.spec.digest:
             return _refused(message, "spec", f"{self._worker.id} serves another cache spec")
         if self.draining:
@@ -159,7 +167,7 @@ class DecodeShell:
         if len(self._requests) >= self._settings.max_reserved:
             return _refused(message, "capacity", f"{self._worker.id} holds {len(self._requests)} requests, its limit")
         tokens, keys = unpack_tokens(message.tokens).tolist(), unpack_keys(message.keys)
-        blocks = -(-len(tokens) // self._block_tokens)
+        blocks = self._worker.spec.blocks_of(len(tokens))
         own = self._agent.pin(operation, keys)
         need = blocks - len(own)
         roomy = need + len(self._batch) < self._agent.pool.available
@@ -240,6 +248,7 @@ class DecodeShell:
 
     async def _on_cancel(self, delivery: Delivery) -> None:
         cancel: Cancel = delivery.message
+        self._cancelled.note(cancel)
         for request in list(self._requests.values()):
             if request.message.request == cancel.request and cancel.attempt in (-1, request.message.attempt):
                 self._stop(request, cancel.reason)
@@ -247,8 +256,8 @@ class DecodeShell:
     def _expire(self, operation: OperationId) -> None:
         request = self._requests.get(operation)
         if request is not None:
-            message = f"not done within {request.message.deadline_s:.1f} s"
-            self._spawn_publish({request.message.gateway: [self._failure(request, "deadline", message)]}, [])
+            failure = self._failure(request, "deadline", f"not done within {request.message.deadline_s:.1f} s")
+            self._spawn_publish({request.message.gateway: [failure]}, [])
             self._stop(request, "deadline")
 
     # --- ending ------------------------------------------------------------------------------------------------
@@ -261,9 +270,10 @@ class DecodeShell:
             log.info("action=request_stopped request=%s reason=%s", request.message.request, reason)
             self._end(request, "failed")
 
-    async def _fail(self, request: _Request, code: str, message: str) -> None:
+    def _fail(self, request: _Request, code: str, message: str) -> None:
+        failure = self._failure(request, code, message)
         self._end(request, "failed")
-        await self._publish({request.message.gateway: [self._failure(request, code, message)]}, [])
+        self._spawn_publish({request.message.gateway: [failure]}, [])
 
     def _end(self, request: _Request, stage: str) -> None:
         """Gives everything back. Finished blocks stay cached: the next turn of a chat begins with them."""
@@ -287,33 +297,39 @@ class DecodeShell:
     async def _run(self) -> None:
         """Steps while there is something to step, until cancelled."""
         while True:
+            released = self._agent.next_release
+            self._work.clear()
             step = self._batch.plan(now=self._worker.clock.monotonic())
+            # From here to the end of the step nobody else ends these requests: see _stop.
+            self._computing = frozenset(row.running.operation for row in step.rows)
             self._agent.announce_evicted(step.evicted, "capacity")
+            metrics.WORKER_PREEMPTIONS.inc(step.preempted)
             for outcome in step.ended:
                 request = self._requests[outcome.running.operation]
-                await self._publish({request.message.gateway: [self._chunk(request, outcome)]}, [])
+                self._spawn_publish({request.message.gateway: [self._chunk(request, outcome)]}, [])
                 self._end(request, "finished")
             if not step.rows:
-                self._work.clear()
-                waits = [asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(self._agent.wait_freed())]
-                try:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for wait in waits:
-                        wait.cancel()
+                await self._until_any(self._work, released)
                 continue
-            self._computing = frozenset(row.running.operation for row in step.rows)
             try:
                 tokens = await self._compute(step)
             except Exception as error:  # one bad step must not end the worker
                 log.exception("action=step_failed requests=%d", len(step.rows))
                 self._computing = frozenset()
                 for row in step.rows:
-                    await self._fail(self._requests[row.running.operation], "engine",
-                                     f"a forward pass failed on {self._worker.id}: {type(error).__name__}")
+                    self._fail(self._requests[row.running.operation], "engine",
+                               f"a forward pass failed on {self._worker.id}: {type(error).__name__}")
                 continue
             self._computing = frozenset()
             await self._deliver(step, tokens)
+
+    async def _until_any(self, *events: asyncio.Event) -> None:
+        waits = [asyncio.create_task(event.wait(), name="decode-idle") for event in events]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _compute(self, step: Step) -> list[int | None]:
         start_s = time.time()
@@ -325,13 +341,12 @@ class DecodeShell:
                 tracing.record("decode.queue", start_s=request.handed_over_s, end_s=start_s, parent=request.context)
         works = [
             Work(np.asarray(row.running.tokens[row.start:row.start + row.length], dtype=np.uint32), row.start,
-                 row.running.slots[:-(-(row.start + row.length) // self._block_tokens)],
+                 row.running.slots[:self._worker.spec.blocks_of(row.start + row.length)],
                  sampling=row.running.sampling if row.samples else None, generated=row.running.generated_len)
             for row in step.rows
         ]
         tokens = await self._worker.engine.step(works)
-        self._step_s = time.time() - start_s
-        metrics.WORKER_STEP_SECONDS.labels(kind="decode").observe(self._step_s)
+        metrics.WORKER_STEP_SECONDS.labels(kind="decode").observe(time.time() - start_s)
         metrics.WORKER_BATCH_REQUESTS.labels(kind="decode").observe(len(works))
         return tokens
 
@@ -370,7 +385,7 @@ class DecodeShell:
         metrics.WORKER_FAILURES.labels(code=code).inc()
         log.warning("action=request_failed request=%s code=%s error=%s", request.message.request, code, message)
         return JobFailed(request=request.message.request, attempt=request.message.attempt, worker=self._worker.id,
-                         code=code, message=message, retryable=request.sent == 0)
+                         code=code, message=message)
 
     def _progress(self, request: _Request, stage: str) -> Progress:
         running = request.running

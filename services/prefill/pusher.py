@@ -20,8 +20,8 @@ _ATTEMPTS = 3
 class Pusher:
     """One per job. ``add`` from the event loop; ``finish`` waits until everything is acknowledged."""
 
-    def __init__(self, transfer: TransferEngine, peer: Endpoint, grant: Grant, *, timeout_s: float) -> None:
-        self._transfer, self._peer, self._grant, self._timeout_s = transfer, peer, grant, timeout_s
+    def __init__(self, transfer: TransferEngine, peer: Endpoint, grant: Grant) -> None:
+        self._transfer, self._peer, self._grant = transfer, peer, grant
         self._ready: list[Slice] = []
         self._wake = asyncio.Event()
         self._finishing = False
@@ -57,7 +57,7 @@ class Pusher:
         self.started_s = self.started_s or time.time()
         error: TransferError | None = None
         for _ in range(_ATTEMPTS):
-            result = await self._transfer.push(self._peer, batch, self._grant, timeout_s=self._timeout_s)
+            result = await self._transfer.push(self._peer, batch, self._grant)
             self.nbytes += result.nbytes
             self.pushes += 1
             if result.path:

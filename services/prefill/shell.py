@@ -1,8 +1,11 @@
 """The hands of a prefill worker: jobs in, blocks fetched, chunks computed, layers pushed, handed over.
 
 Each job is one task that walks the steps in :meth:`PrefillShell._run`; one more task runs the engine over whatever
-the queue plans. Cancel, deadline and every failure end a job the same way: its task is cancelled or raises, and its
-``finally`` gives everything back.
+the queue plans. Cancel, deadline and every failure end a job the same way: its task ends, and :meth:`_give_back`
+returns what it held, after the engine's step when the engine is writing into it.
+
+Memory is given out in order of arrival, all that a job needs at once: a job that waits holds only the prefix it found,
+and whoever is ahead of it has everything to finish.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from services.prefill.settings import Settings
 from shared.bus.bus import Delivery
 from shared.bus.subjects import CANCEL, JOB, PROGRESS, TOKENS
 from shared.engine.thread import Work
-from shared.errors import BusError, NoResponders, RequestTimeout
+from shared.errors import BusError, RequestTimeout
 from shared.ids import BlockKey, OperationId, WorkerId
 from shared.kv import unpack_keys, unpack_tokens
 from shared.messages import (
@@ -47,8 +50,9 @@ from shared.messages import (
 )
 from shared.store.agent import Part
 from shared.telemetry import metrics, tracing
-from shared.transfer import Slice
+from shared.transfer import Slice, TransferSettings
 from shared.transfer.types import TransferError
+from shared.worker.cancelled import Cancelled
 from shared.worker.runtime import SEGMENT, Worker
 
 log = logging.getLogger(__name__)
@@ -84,6 +88,11 @@ class _Job:
     """What fetching brought."""
     context: Context = field(default_factory=otel_context.get_current)
     task: asyncio.Task[None] | None = None
+    computed: int = 0
+    """Tokens the engine has computed for it."""
+    handed_over: bool = False
+    code: str = "cancelled"
+    """Why it ended before it was handed over."""
 
 
 class PrefillShell:
@@ -91,15 +100,16 @@ class PrefillShell:
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self._worker, self._settings, self._agent = worker, settings, worker.agent
-        self._block_tokens, self._block_bytes = worker.spec.block_tokens, worker.spec.block_bytes
-        self._layer_bytes = worker.spec.layer_bytes
+        spec = self._spec = worker.spec
+        self._block_tokens, self._block_bytes, self._layer_bytes = spec.block_tokens, spec.block_bytes, spec.layer_bytes
         self._queue = PrefillQueue(chunk_tokens=settings.chunk_tokens, block_tokens=self._block_tokens)
         #: {operation: its job}; all and only jobs whose task has not ended
         self._jobs: dict[OperationId, _Job] = {}
         #: jobs whose slots the engine is writing right now
         self._computing: frozenset[OperationId] = frozenset()
-        self._work, self._step_over = asyncio.Event(), asyncio.Event()
-        self._idle = asyncio.Event()
+        self._cancelled = Cancelled()
+        self._memory = asyncio.Lock()
+        self._work, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self.draining = False
 
@@ -110,7 +120,7 @@ class PrefillShell:
         metrics.WORKER_RUNNING.set(len(self._computing))
         return Load(
             worker=self._worker.id, incarnation=self._worker.incarnation, role="prefill", kv_seq=self._agent.seq,
-            queued=len(self._jobs) - len(self._computing), queued_tokens=self._queue.remaining_tokens,
+            queued=len(self._jobs) - len(self._computing), queued_tokens=self._remaining_tokens(),
             running=len(self._computing),
             free_blocks=self._agent.pool.available, cached_blocks=statistics.cached, draining=self.draining,
         )
@@ -123,18 +133,18 @@ class PrefillShell:
             await bus.serve(JOB.at(worker=self._worker.id), self._on_job),
             await bus.subscribe(CANCEL.at(), self._on_cancel),
         ]
-        computing = asyncio.create_task(self._compute(), name="prefill-compute")
-        try:
-            yield
-        finally:
-            for subscription in subscriptions:
-                await subscription.close()
-            tasks = [job.task for job in self._jobs.values() if job.task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            computing.cancel()
-            await asyncio.gather(computing, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:  # an engine loop that dies ends the worker, which is started again
+            computing = group.create_task(self._compute(), name="prefill-compute")
+            try:
+                yield
+            finally:
+                for subscription in subscriptions:
+                    await subscription.close()
+                tasks = [job.task for job in self._jobs.values() if job.task is not None]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                computing.cancel()
 
     async def drain(self) -> None:
         """Takes nothing new and waits until all jobs have ended; the caller bounds the wait."""
@@ -158,6 +168,9 @@ class PrefillShell:
         operation = OperationId(f"{message.request}.{message.attempt}")
         if operation in self._jobs:
             return Accepted(request=message.request, attempt=message.attempt)
+        if self._cancelled.covers(message.request, message.attempt):
+            return Refused(request=message.request, attempt=message.attempt, code="cancelled",
+                           message="it was cancelled before it arrived")
         refusal = self._refusal(message)
         if refusal is not None:
             return Refused(request=message.request, attempt=message.attempt, code=refusal[0], message=refusal[1])
@@ -166,6 +179,7 @@ class PrefillShell:
         self._jobs[operation] = job
         self._idle.clear()
         job.task = asyncio.create_task(self._supervise(job), name=f"prefill-{operation}")
+        job.task.add_done_callback(lambda task: self._give_back(job))
         return Accepted(request=message.request, attempt=message.attempt)
 
     def _refusal(self, message: PrefillJob) -> tuple[Literal["spec", "draining", "capacity"], str] | None:
@@ -175,12 +189,13 @@ class PrefillShell:
             return "draining", f"{self._worker.id} is stopping"
         if len(self._jobs) >= self._settings.max_queued:
             return "capacity", f"{self._worker.id} holds {len(self._jobs)} jobs, its limit"
-        if self._blocks_of(len(message.tokens) // 4) > self._worker.num_blocks:
+        if self._spec.blocks_of(len(unpack_tokens(message.tokens))) > self._worker.num_blocks:
             return "capacity", f"the prompt needs more blocks than the {self._worker.num_blocks} of {self._worker.id}"
         return None
 
     async def _on_cancel(self, delivery: Delivery) -> None:
         cancel: Cancel = delivery.message
+        self._cancelled.note(cancel)
         for job in list(self._jobs.values()):
             if job.message.request == cancel.request and cancel.attempt in (-1, job.message.attempt) and job.task:
                 job.task.cancel()
@@ -202,27 +217,40 @@ class PrefillShell:
         except Exception as error:
             log.exception("action=job_crashed request=%s", message.request)
             await self._fail(job, _Failed("internal", f"{type(error).__name__} on {self._worker.id}"))
-        finally:
-            self._queue.remove(job.operation)
-            while job.operation in self._computing:  # the engine still writes into its slots
-                self._step_over.clear()
-                await self._step_over.wait()
-            self._agent.release(job.operation)
-            self._jobs.pop(job.operation, None)
-            if not self._jobs:
-                self._idle.set()
+
+    def _give_back(self, job: _Job) -> None:
+        """The job's task has ended: frees what it held, unless the engine is writing into it just now."""
+        self._queue.remove(job.operation)
+        if job.operation in self._computing:
+            return  # the compute loop calls again after its step
+        if self._jobs.pop(job.operation, None) is None:
+            return
+        self._agent.release(job.operation)
+        if not job.handed_over:
+            metrics.WORKER_WASTED_PREFILL_TOKENS.labels(why=job.code).inc(job.computed)
+        if not self._jobs:
+            self._idle.set()
+
+    def _remaining_tokens(self) -> int:
+        """Prompt tokens to be computed, those of jobs included that still wait for memory or for owners."""
+        waiting = (len(job.tokens) - job.stages.hit_tokens for job in self._jobs.values() if not job.slots)
+        return self._queue.remaining_tokens + sum(waiting)
 
     async def _run(self, job: _Job) -> None:
         message, total = job.message, len(job.tokens)
         reusable = min(len(job.keys), (total - 1) // self._block_tokens)
-        own = len(self._agent.pin(job.operation, job.keys[:reusable]))
-        stages = job.stages = await self._fetch(job, own=own, reusable=reusable)
+        async with self._memory:
+            own = len(self._agent.pin(job.operation, job.keys[:reusable]))
+            slots = await self._agent.wait_allocate(job.operation, self._spec.blocks_of(total) - own)
+        stages, slots = await self._fetch(job, own=own, reusable=reusable, slots=slots)
         reused = stages.hit_tokens // self._block_tokens
         reused_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
         await self._worker.engine.load(reused_slots[own:])
-        job.slots = reused_slots + await self._agent.wait_allocate(job.operation, self._blocks_of(total) - reused)
-        job.pusher = Pusher(self._worker.transfer, message.landing.endpoint, message.landing.grant,
-                            timeout_s=self._settings.push_timeout_s)
+        missing = self._spec.blocks_of(total) - reused - len(slots)
+        if missing > 0:  # some stay with a writer that stopped half-way
+            slots += await self._agent.wait_allocate(job.operation, missing)
+        job.stages, job.slots = stages, reused_slots + slots
+        job.pusher = Pusher(self._worker.transfer, message.landing.endpoint, message.landing.grant)
         async with _stopped(asyncio.create_task(job.pusher.run(), name=f"push-{job.operation}")) as pushing:
             job.pusher.add(self._whole_blocks(job, range(reused)))
             self._queue.add(job.operation, total=total, done=stages.hit_tokens)
@@ -251,8 +279,11 @@ class PrefillShell:
         await self._tell(job, "prefilled", stages)
         await self._hand_over(job, token, stages)
 
-    async def _fetch(self, job: _Job, *, own: int, reusable: int) -> Stages:
-        """Lets the owners of the reuse plan push what we lack; how far the verified prefix reaches, and its cost."""
+    async def _fetch(self, job: _Job, *, own: int, reusable: int, slots: list[int]) -> tuple[Stages, list[int]]:
+        """Lets the owners of the reuse plan push what we lack into ``slots``.
+
+        Returns how far the verified prefix reaches and what that took, and the slots that are left for computing.
+        """
         parts: list[Part] = []
         reached = own
         for source in sorted(job.message.sources, key=lambda source: source.first_block):
@@ -263,10 +294,12 @@ class PrefillShell:
                 parts.append(Part(source.owner, blocks))
                 reached = end
         if not parts:
-            return Stages(local_hit_tokens=own * self._block_tokens, hit_tokens=own * self._block_tokens)
+            return Stages(local_hit_tokens=own * self._block_tokens, hit_tokens=own * self._block_tokens), slots
         began_s = time.time()
-        fetched = await self._agent.fetch(job.operation, job.message.request, parts,
-                                          timeout_s=min(self._settings.fetch_timeout_s, job.message.deadline_s))
+        wanted = reached - own
+        patience_s = self._settings.fetch_timeout_s + wanted * self._block_bytes / TransferSettings().min_bytes_per_s
+        fetched, spare = await self._agent.fetch(job.operation, job.message.request, parts, slots[:wanted],
+                                                 timeout_s=min(patience_s, job.message.deadline_s))
         for part, result in zip(parts, fetched, strict=True):
             tracing.record("kv.fetch", start_s=began_s, end_s=began_s + result.seconds, attributes={
                 "moonbus.owner": result.owner, "moonbus.blocks": result.blocks, "moonbus.asked": len(part.blocks),
@@ -279,8 +312,8 @@ class PrefillShell:
         return Stages(
             fetch_s=time.time() - began_s, fetched_blocks=came, fetched_bytes=sum(result.nbytes for result in fetched),
             fetch_path="+".join(sorted({result.path for result in fetched if result.blocks})),
-            fetch_failed_blocks=reached - own - came,
-            local_hit_tokens=own * self._block_tokens, hit_tokens=(own + came) * self._block_tokens)
+            fetch_failed_blocks=wanted - came, local_hit_tokens=own * self._block_tokens,
+            hit_tokens=(own + came) * self._block_tokens), spare + slots[wanted:]
 
     async def _pushed(self, job: _Job, pushing: asyncio.Task[None]) -> None:
         """Waits for the pushes; what the decode worker would not take is its blame unless it is ours."""
@@ -294,15 +327,18 @@ class PrefillShell:
         message = job.message
         handover = Handover(request=message.request, attempt=message.attempt, worker=self._worker.id,
                             first_token=token, stages=stages)
+        address = JOB.at(worker=message.decode)
         try:
-            reply = await self._worker.bus.request(
-                JOB.at(worker=message.decode), handover, timeout_s=_HANDOVER_TIMEOUT_S)
-        except (NoResponders, RequestTimeout) as error:
+            try:
+                reply = await self._worker.bus.request(address, handover, timeout_s=_HANDOVER_TIMEOUT_S)
+            except RequestTimeout:  # the answer may be lost rather than late; asking again starts nothing twice
+                reply = await self._worker.bus.request(address, handover, timeout_s=_HANDOVER_TIMEOUT_S)
+        except BusError as error:
             what = f"{message.decode} did not take the handover: {error}"
             raise _Failed("decode_gone", what, blame=message.decode) from error
         if isinstance(reply, Refused):
-            metrics.WORKER_WASTED_PREFILL_TOKENS.labels(why=reply.code).inc(len(job.tokens) - stages.hit_tokens)
             raise _Failed(reply.code, reply.message, blame=message.decode)
+        job.handed_over = True
 
     async def _tell(self, job: _Job, stage: Literal["prefill_started", "prefilled"], stages: Stages) -> None:
         """News for the conductors, who do without it when the bus is away."""
@@ -315,11 +351,12 @@ class PrefillShell:
 
     async def _fail(self, job: _Job, error: _Failed) -> None:
         message = job.message
+        job.code = error.code
         metrics.WORKER_FAILURES.labels(code=error.code).inc()
         log.warning("action=job_failed request=%s attempt=%d code=%s error=%s", message.request, message.attempt,
                     error.code, error.message)
-        failed = JobFailed(request=message.request, attempt=message.attempt, worker=error.blame or self._worker.id,
-                           code=error.code, message=error.message)
+        failed = JobFailed(request=message.request, attempt=message.attempt, worker=self._worker.id,
+                           blame=error.blame or self._worker.id, code=error.code, message=error.message)
         try:
             await self._worker.bus.publish(TOKENS.at(gateway=message.gateway), TokenBatch(items=[failed]))
         except BusError as lost:
@@ -348,7 +385,9 @@ class PrefillShell:
                             _Failed("engine", f"a forward pass failed on {self._worker.id}: {type(error).__name__}"))
             finally:
                 self._computing = frozenset()
-                self._step_over.set()
+                for job in jobs:
+                    if job.task is not None and job.task.done():
+                        self._give_back(job)
 
     async def _step(self, chunks: list[Chunk], jobs: list[_Job]) -> None:
         loop = asyncio.get_running_loop()
@@ -360,7 +399,7 @@ class PrefillShell:
                 await self._tell(job, "prefill_started", job.stages)
         works = [
             Work(job.tokens[chunk.start:chunk.start + chunk.length], chunk.start,
-                 job.slots[:self._blocks_of(chunk.start + chunk.length)],
+                 job.slots[:self._spec.blocks_of(chunk.start + chunk.length)],
                  sampling=job.message.sampling if chunk.last else None)
             for chunk, job in zip(chunks, jobs, strict=True)
         ]
@@ -376,17 +415,18 @@ class PrefillShell:
             tracing.record("prefill.chunk", start_s=start_s, end_s=end_s, parent=job.context, attributes={
                 "moonbus.start": chunk.start, "moonbus.tokens": chunk.length, "moonbus.batch": len(chunks)})
             self._queue.advance(chunk)
-            if job.operation not in self._jobs or job.first_token.done():
+            job.computed += chunk.length
+            if job.task is None or job.task.done():
                 continue
             for index in range(chunk.start // self._block_tokens, (chunk.start + chunk.length) // self._block_tokens):
                 self._agent.seal(job.operation, job.slots[index], self._block(job, index))
-            if token is not None:
+            if token is not None and not job.first_token.done():
                 job.first_token.set_result(token)
 
     def _layer_ready(self, chunks: list[Chunk], jobs: list[_Job], layer: int) -> None:
         """The KV of ``layer`` is in the pool for these chunks: it leaves while the next layer computes."""
         for chunk, job in zip(chunks, jobs, strict=True):
-            blocks = range(chunk.start // self._block_tokens, self._blocks_of(chunk.start + chunk.length))
+            blocks = range(chunk.start // self._block_tokens, self._spec.blocks_of(chunk.start + chunk.length))
             offset = layer * self._layer_bytes
             slices = [self._slice(job, index, place, offset, self._layer_bytes)
                       for index, place in self._landing(job, blocks)]
@@ -404,9 +444,6 @@ class PrefillShell:
     def _slice(self, job: _Job, index: int, place: Range, offset: int, length: int) -> Slice:
         remote = Range(segment=place.segment, offset=place.offset + offset, length=length)
         return Slice(SEGMENT, job.slots[index] * self._block_bytes + offset, remote)
-
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens)
 
     def _block(self, job: _Job, index: int, source: WorkerId | None = None) -> StoredBlock:
         """Full block ``index`` of the prompt, as indexes and the catalog shall know it."""

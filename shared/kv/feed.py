@@ -186,10 +186,6 @@ class FeedTracker:
         feed = self._feeds.get(worker)
         return feed is not None and feed.converged
 
-    def is_quiet(self) -> bool:
-        """Whether every worker's copy is complete as far as anybody knows."""
-        return all(feed.asked is None and feed.cursor >= feed.heard_of for feed in self._feeds.values())
-
     def _ask(self, worker: WorkerId, feed: _Feed, why: Literal["joined", "gap", "retry"]) -> Ask:
         self._due.pop(worker, None)
         feed.snapshot, feed.blocks = "", []

@@ -50,6 +50,10 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one block, all layers."""
         return self.layers * self.layer_bytes
 
+    def blocks_of(self, tokens: int) -> int:
+        """How many blocks ``tokens`` tokens take, the last one perhaps partial."""
+        return -(-tokens // self.block_tokens)
+
     @property
     def digest(self) -> SpecDigest:
         """Hex sha256 of the canonical encoding; equal digests mean KV may be shared."""

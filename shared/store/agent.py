@@ -57,11 +57,12 @@ class Fetched:
 class _Landed:
     """One owner's push as it arrived in private slots of its own operation."""
 
-    slots: list[int]
     arrived: int
     seconds: float
     path: str
     why: str
+    quiet: bool
+    """No writer can touch the slots any more."""
 
 
 class StoreAgent:
@@ -76,7 +77,7 @@ class StoreAgent:
         #: what happened and is not announced yet, in order: a stored block, or (evicted key, reason)
         self._pending: list[StoredBlock | tuple[BlockKey, str]] = []
         self._wake = asyncio.Event()
-        self._freed = asyncio.Event()
+        self._released = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -91,16 +92,19 @@ class StoreAgent:
             await self._bus.serve(KV_SYNC.at(worker=self._worker), self._on_sync),
             await self._bus.serve(PUSH.at(worker=self._worker), self._on_push, concurrency=16),
         ]
-        announcer = asyncio.create_task(self._announce(), name="store-announce")
         try:
-            yield self
+            async with asyncio.TaskGroup() as group:  # an announcer that dies ends the worker instead of its news
+                announcer = group.create_task(self._announce(), name="store-announce")
+                try:
+                    yield self
+                finally:
+                    announcer.cancel()
         finally:
             for subscription in serving:
                 await subscription.close()
-            announcer.cancel()
             for task in self._background:
                 task.cancel()
-            await asyncio.gather(announcer, *self._background, return_exceptions=True)
+            await asyncio.gather(*self._background, return_exceptions=True)
 
     # --- the pool, announced -----------------------------------------------------------------------------------
 
@@ -118,14 +122,17 @@ class StoreAgent:
 
     async def wait_allocate(self, operation: OperationId, count: int) -> list[int]:
         """Waits until there is room; the caller bounds the wait."""
-        while (slots := self.allocate(operation, count)) is None:
-            await self.wait_freed()
-        return slots
+        while True:
+            released = self.next_release
+            slots = self.allocate(operation, count)
+            if slots is not None:
+                return slots
+            await released.wait()
 
-    async def wait_freed(self) -> None:
-        """Waits until some operation ends; the caller bounds the wait."""
-        self._freed.clear()
-        await self._freed.wait()
+    @property
+    def next_release(self) -> asyncio.Event:
+        """Is set when an operation ends from now on. Take it before looking for room, so that no end is missed."""
+        return self._released
 
     def seal(self, operation: OperationId, slot: int, block: StoredBlock) -> None:
         """Makes a filled private slot reusable and says so (unless its twin was first)."""
@@ -135,7 +142,8 @@ class StoreAgent:
     def release(self, operation: OperationId) -> None:
         """Ends ``operation``: unpins, frees, and lets whoever waits for room try again."""
         self.pool.release(operation)
-        self._freed.set()
+        self._released.set()
+        self._released = asyncio.Event()
 
     def announce_stored(self, blocks: Sequence[StoredBlock]) -> None:
         """Queues the news of stored blocks; the next turn of the loop sends it."""
@@ -166,46 +174,57 @@ class StoreAgent:
 
     # --- fetching ----------------------------------------------------------------------------------------------
 
-    async def fetch(self, operation: OperationId, request: RequestId, parts: Sequence[Part], *,
-                    timeout_s: float) -> list[Fetched]:
-        """Asks several owners at once to push the parts of one chain into our pool; one answer a part, in order.
+    async def fetch(self, operation: OperationId, request: RequestId, parts: Sequence[Part], slots: Sequence[int], *,
+                    timeout_s: float) -> tuple[list[Fetched], list[int]]:
+        """Asks several owners at once to push the parts of one chain into ``slots``, private ones of ``operation``.
 
-        Whatever the owners say, only blocks that our transfer engine has verified count, and only up to the first
-        gap; those are sealed as received and pinned by ``operation``. The block before the first part must be cached
-        and pinned. Never raises for what others do; ends within ``timeout_s`` and a little.
+        ``slots`` are one a block of all parts, in order. Returns one answer a part, and the slots that were not used
+        and may be. Whatever the owners say, only blocks that our transfer engine has verified count, and only up to
+        the first gap; those are sealed as received and pinned by ``operation``. The block before the first part must
+        be cached and pinned. Never raises for what others do; ends within ``timeout_s`` and a little.
         """
         landings = [OperationId(f"{operation}.{fresh('fetch', 3)}") for _ in parts]
+        places: list[list[int]] = []
+        for landing, part in zip(landings, parts, strict=True):
+            first = sum(map(len, places))
+            places.append(list(slots[first:first + len(part.blocks)]))
+            self.pool.move(places[-1], operation, landing)
         try:
-            landed = await asyncio.gather(*(
-                self._land(landing, request, part, timeout_s=timeout_s)
-                for landing, part in zip(landings, parts, strict=True)))
+            async with asyncio.TaskGroup() as group:
+                landing_tasks = [
+                    group.create_task(self._land(landing, request, part, place, timeout_s=timeout_s))
+                    for landing, part, place in zip(landings, parts, places, strict=True)]
             answers: list[Fetched] = []
+            spare: list[int] = []
             unbroken = True
-            for landing, part, came in zip(landings, parts, landed, strict=True):
+            for landing, part, place, task in zip(landings, parts, places, landing_tasks, strict=True):
+                came = task.result()
                 usable = came.arrived if unbroken else 0
-                for slot, block in zip(came.slots[:usable], part.blocks, strict=False):
+                for slot, block in zip(place[:usable], part.blocks, strict=False):
                     self.seal(landing, slot, block)
                 self.pin(operation, [block.key for block in part.blocks[:usable]])
+                if came.quiet:
+                    # A slot whose block got a twin meanwhile was not used either, and stays with the landing.
+                    self.pool.move(place[usable:], landing, operation)
+                    spare += place[usable:]
                 short = usable < len(part.blocks)
                 unbroken = unbroken and not short
                 answers.append(Fetched(part.owner, usable, usable * self._spec.block_bytes, came.seconds, came.path,
                                        (came.why or "gap") if short else ""))
-            return answers
+            return answers, spare
         finally:
             for landing in landings:
                 self.release_landing_soon(landing)
 
-    async def _land(self, landing: OperationId, request: RequestId, part: Part, *, timeout_s: float) -> _Landed:
+    async def _land(self, landing: OperationId, request: RequestId, part: Part, slots: Sequence[int], *,
+                    timeout_s: float) -> _Landed:
         started_s = self._clock.monotonic()
-        slots = self.allocate(landing, len(part.blocks))
-        if slots is None:
-            return _Landed([], 0, 0.0, "", "no room")
         ranges = [self.range(slot) for slot in slots]
         ask = PushBlocks(
             operation=landing, request=request, keys=pack_keys([block.key for block in part.blocks]),
             endpoint=self._transfer.endpoint, grant=self._transfer.grant(landing, ranges, ttl_s=timeout_s),
             slots=ranges, deadline_s=timeout_s)
-        path, why = "", ""
+        path, why, quiet = "", "", True
         try:
             reply: Pushed = await self._bus.request(PUSH.at(worker=part.owner), ask, timeout_s=timeout_s)
             path, why = reply.path, reply.why
@@ -222,8 +241,8 @@ class StoreAgent:
         except TimeoutError:
             # A writer that stopped half-way still has our memory mapped: nothing in these slots can be trusted, and
             # they stay out of use until it is gone.
-            arrived, why = 0, "deadline"
-        return _Landed(slots, arrived, self._clock.monotonic() - started_s, path, why)
+            arrived, why, quiet = 0, "deadline", False
+        return _Landed(arrived, self._clock.monotonic() - started_s, path, why, quiet)
 
     async def release_landing(self, operation: OperationId) -> None:
         """Revokes ``operation``'s grant and frees its slots once no writer can touch them any more."""

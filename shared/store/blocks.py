@@ -17,7 +17,7 @@ to it, and the loser pins the winner so that its own later blocks keep their par
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.errors import Bug
@@ -137,6 +137,16 @@ class BlockPool:
         self._private += count
         return Allocation(slots, evicted)
 
+    def move(self, slots: Sequence[int], source: OperationId, target: OperationId) -> None:
+        """Private ``slots`` of ``source`` become private slots of ``target``."""
+        if not slots:
+            return
+        held = self._operations.get(source)
+        if held is None or not held.private.issuperset(slots):
+            raise Bug(f"operation {source} gives away slots that are not its own")
+        held.private.difference_update(slots)
+        self._operation(target).private.update(slots)
+
     def seal(self, operation: OperationId, slot: int, block: StoredBlock, *, now: float) -> bool:
         """Turns a private slot into the cached block ``block``, pinned by ``operation``.
 
@@ -175,22 +185,6 @@ class BlockPool:
             if not cached.pins:
                 self._pinned -= 1
                 self._offer(cached)
-
-    def drop(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Forgets unpinned cached ``keys`` and everything that continues them; returns what went, leaves first."""
-        doomed = {key for key in keys if key in self._cached}
-        grew = bool(doomed)
-        while grew:
-            more = {key for key, cached in self._cached.items() if cached.block.parent in doomed} - doomed
-            doomed |= more
-            grew = bool(more)
-        gone: list[BlockKey] = []
-        for key in sorted(doomed, key=lambda key: -self._cached[key].block.depth):
-            cached = self._cached[key]
-            if not cached.pins and not cached.children:
-                self._evict(key)
-                gone.append(key)
-        return gone
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when counts, pins or parents contradict each other."""
@@ -238,14 +232,20 @@ class BlockPool:
         if not cached.pins and not cached.children:
             cached.version += 1
             heapq.heappush(self._leaves, (cached.used_s, -cached.block.depth, cached.version, cached.block.key))
+            if len(self._leaves) > 2 * len(self._cached) + 64:  # a pool that never evicts must not grow stale entries
+                self._leaves = [leaf for leaf in self._leaves if self._is_leaf(leaf[2], leaf[3])]
+                heapq.heapify(self._leaves)
 
     def _pop_leaf(self) -> BlockKey | None:
         while self._leaves:
             _, _, version, key = heapq.heappop(self._leaves)
-            cached = self._cached.get(key)
-            if cached is not None and cached.version == version and not cached.pins and not cached.children:
+            if self._is_leaf(version, key):
                 return key
         return None
+
+    def _is_leaf(self, version: int, key: BlockKey) -> bool:
+        cached = self._cached.get(key)
+        return cached is not None and cached.version == version and not cached.pins and not cached.children
 
     def _evict(self, key: BlockKey) -> None:
         cached = self._cached.pop(key)

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId, fresh
-from shared.kv import Tier, pack_keys
+from shared.kv import KEY_BYTES, Tier, pack_keys
 from shared.messages import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
 
 PAGE_BLOCKS = 8_192
-"""Blocks of a snapshot page: about 1.5 MB on the wire, well under the bus's limit."""
+"""Blocks of one answer: about 1.5 MB on the wire, well under the bus's limit."""
 
-_EVENTS_PER_REPLY = 2_000
 _SNAPSHOT_KEPT_S = 60.0
 
 
@@ -60,7 +59,7 @@ class EventLog:
         """Everything after ``asked.seq`` when it is at hand, else a page of the whole state."""
         if not asked.snapshot and asked.incarnation == self._incarnation and self._covers(asked.seq):
             missing = [event for event in self._kept if event.seq > asked.seq]
-            if len(missing) <= _EVENTS_PER_REPLY:
+            if sum(map(_weight, missing)) <= PAGE_BLOCKS:
                 return SyncEvents(worker=self._worker, incarnation=self._incarnation, events=missing)
         return self._page(asked, now=now)
 
@@ -84,3 +83,8 @@ class EventLog:
             worker=self._worker, incarnation=self._incarnation, seq=snapshot.seq, spec=self._spec, snapshot=name,
             page=page, pages=pages, blocks=list(snapshot.blocks[page * PAGE_BLOCKS:(page + 1) * PAGE_BLOCKS]),
         )
+
+
+def _weight(event: KvEvent) -> int:
+    """What a batch takes of an answer, in blocks; an empty one takes something too."""
+    return 1 + (len(event.blocks) if isinstance(event, Stored) else len(event.keys) // KEY_BYTES)

@@ -91,6 +91,7 @@ WORKER_REUSED_TOKENS = Counter("moonbus_worker_prefill_reused_tokens_total",
 WORKER_GENERATED_TOKENS = Counter("moonbus_worker_generated_tokens_total", "Tokens sampled.")
 WORKER_RECOMPUTED_BLOCKS = Counter(
     "moonbus_worker_recomputed_blocks_total", "Blocks promised by a source and computed after all, by why.", ["why"])
+WORKER_PREEMPTIONS = Counter("moonbus_worker_preemptions_total", "Running requests that lost their memory to older ones.")
 WORKER_WASTED_PREFILL_TOKENS = Counter(
     "moonbus_worker_wasted_prefill_tokens_total", "Prompt tokens computed for requests that then did not decode.", ["why"])
 WORKER_JOBS = Counter("moonbus_worker_jobs_total", "Jobs by kind and answer (accepted, or the code of the refusal).",
@@ -118,8 +119,3 @@ STORE_WRITE_FAILURES = Counter("moonbus_store_write_failures_total", "Batches th
 STORE_REPAIRED = Counter("moonbus_store_repaired_total",
                          "Copies that a comparison with their worker put right, by kind (missing, stale).", ["kind"])
 STORE_WRITE_SECONDS = Histogram("moonbus_store_write_seconds", "One batch into the database.", buckets=_LATENCY_S)
-STORE_RECONCILED_BLOCKS = Counter(
-    "moonbus_store_reconciled_blocks_total", "Replicas corrected by asking the owner, by what (added, removed).", ["what"])
-
-# Engine.
-ENGINE_FORWARD_SECONDS = Histogram("moonbus_engine_forward_seconds", "One forward pass.", ["kind"], buckets=_GAP_S)

@@ -50,16 +50,18 @@ class Presence:
             await self._bus.subscribe(REFUSE.at(worker=self._hello.worker), self._on_refuse),
         ]
         self._bus.on_reconnect(self._say_hello)
-        turning = asyncio.create_task(self._turn(), name="presence-turn")
         beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         await self._say_hello()
         beating.start()
         try:
-            yield self
+            async with asyncio.TaskGroup() as group:
+                turning = group.create_task(self._turn(), name="presence-turn")
+                try:
+                    yield self
+                finally:
+                    turning.cancel()
         finally:
             self._stop.set()
-            turning.cancel()
-            await asyncio.gather(turning, return_exceptions=True)
             for subscription in subscriptions:
                 await subscription.close()
             await asyncio.to_thread(beating.join, 5.0)

@@ -9,7 +9,7 @@ A step needs a slot for each new position. When the pool has none left, the youn
 its blocks are released (full ones stay cached as long as nobody needs the room) and it waits. When there is room
 again, what is still cached is pinned and the rest is computed anew from its tokens, a chunk at a time, in the same
 steps that serve the others. The token chosen at a position depends on the logits, the seed and the position alone, so
-a preempted request goes on as if nothing had happened. A request that alone fills the pool ends with ``length``.
+a preempted request goes on as if nothing had happened. A request that fills the whole pool ends with ``length``.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Step:
     evicted: list[BlockKey]
     ended: list[Outcome]
     """Requests that end now because there is no room for another token of theirs."""
+    preempted: int
+    """Requests that lost their memory to older ones."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ class DecodeBatch:
         self._running: list[Running] = []
         #: waiting requests, in order of arrival
         self._waiting: list[Running] = []
-        self.preemptions = 0
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)
@@ -98,11 +99,6 @@ class DecodeBatch:
     def running(self) -> Sequence[Running]:
         """Those that take part in the next step, oldest first."""
         return self._running
-
-    @property
-    def waiting(self) -> int:
-        """How many wait for a seat or for room."""
-        return len(self._waiting)
 
     @property
     def context_tokens(self) -> int:
@@ -129,21 +125,22 @@ class DecodeBatch:
         """The next step; seats the waiting, makes room, preempts the youngest when there is none."""
         evicted: list[BlockKey] = []
         ended: list[Outcome] = []
+        preempted = 0
         self._seat(evicted, now=now)
         for running in list(self._running):
             while running in self._running and not self._grow(running, evicted, now=now):
-                youngest = self._running[-1]
-                if youngest is running and len(self._running) == 1:
+                if len(running.slots) >= self._pool.statistics().total:  # nobody else's memory would help
                     self._running.remove(running)
                     ended.append(Outcome(running, None, "length"))
                 else:
-                    self._preempt(youngest)
+                    self._preempt(self._running[-1])
+                    preempted += 1
         rows = []
         for running in self._running:
             length = min(len(running.tokens) - running.computed_len, self._chunk_tokens)
             samples = running.computed_len + length == len(running.tokens)
             rows.append(StepRow(running, running.computed_len, length, samples))
-        return Step(rows, evicted, ended)
+        return Step(rows, evicted, ended, preempted)
 
     def apply(self, row: StepRow, token: int | None, *, now: float) -> tuple[Outcome, list[StoredBlock]]:
         """A row of the step is computed: what the request got, and the blocks that became reusable."""
@@ -226,7 +223,6 @@ class DecodeBatch:
         self._pool.release(running.operation)
         running.slots, running.computed_len, running.sealed = [], 0, 0
         self._waiting.insert(0, running)
-        self.preemptions += 1
 
     def _blocks_of(self, running: Running) -> int:
         return -(-len(running.tokens) // self._block_tokens)

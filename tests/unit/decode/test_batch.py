@@ -47,9 +47,11 @@ def arrive(batch: DecodeBatch, pool: BlockPool, name: str, prompt: list[int], sa
     return batch.start(running, next_token(prompt))
 
 
-def step(batch: DecodeBatch, pool: BlockPool, now: float) -> list[Outcome]:
+def step(batch: DecodeBatch, pool: BlockPool, now: float, preemptions: list[int] | None = None) -> list[Outcome]:
     """One step with the stand-in model; ends what is over."""
     plan = batch.plan(now=now)
+    if preemptions is not None:
+        preemptions.append(plan.preempted)
     outcomes = list(plan.ended)
     for row in plan.rows:
         assert len(row.running.slots) * BLOCK >= row.start + row.length
@@ -108,6 +110,23 @@ def test_alone_in_a_full_pool_an_answer_ends_with_length() -> None:
     assert pool.statistics().private == 0
 
 
+def test_while_others_hold_the_memory_an_answer_waits_instead_of_ending_short() -> None:
+    pool = BlockPool(4)
+    batch = make(pool)
+    landing = OperationId("a reservation of somebody else")
+    pool.allocate(landing, 2, now=0)
+    first = arrive(batch, pool, "a", [1, 2, 3, 4, 5, 6, 7], Sampling(max_tokens=6))
+    assert first is not None and first.token is not None
+    tokens = [first.token]
+    for _ in range(5):
+        tokens += [outcome.token for outcome in step(batch, pool, 1) if outcome.token is not None]
+    assert len(batch) == 1 and len(tokens) < 6
+    pool.release(landing)
+    while len(batch):
+        tokens += [outcome.token for outcome in step(batch, pool, 1) if outcome.token is not None]
+    assert tokens == answer_of([1, 2, 3, 4, 5, 6, 7], 6)
+
+
 def test_the_youngest_is_preempted_and_comes_back() -> None:
     pool = BlockPool(5)
     batch = make(pool)
@@ -117,13 +136,14 @@ def test_the_youngest_is_preempted_and_comes_back() -> None:
         assert outcome is not None and outcome.token is not None
         answers[name] = [outcome.token]
     order = []
+    preemptions: list[int] = []
     while len(batch):
-        for outcome in step(batch, pool, 1):
+        for outcome in step(batch, pool, 1, preemptions):
             if outcome.token is not None:
                 answers[outcome.running.operation].append(outcome.token)
             if outcome.finish:
                 order.append(outcome.running.operation)
-    assert batch.preemptions >= 1
+    assert sum(preemptions) >= 1
     assert order == ["old", "young"]
     assert answers == {name: answer_of([len(name)] * 7, 9) for name in ("old", "young")}
 

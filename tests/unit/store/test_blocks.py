@@ -93,13 +93,25 @@ def test_two_makers_of_one_block_share_the_first() -> None:
     assert pool.statistics().free == 2
 
 
-def test_dropping_takes_what_continues_a_block_along() -> None:
-    pool = BlockPool(5)
-    store(pool, "a", chain(1, 2, 3), now=0)
-    store(pool, "b", chain(1, 4), now=0)
-    gone = pool.drop([chain(1, 2)[1].key])
-    assert gone == [chain(1, 2, 3)[2].key, chain(1, 2)[1].key]
-    assert pool.match(keys(chain(1, 4))) == 2
+def test_slots_move_from_one_operation_to_another() -> None:
+    pool = BlockPool(3)
+    giver, taker = OperationId("giver"), OperationId("taker")
+    allocation = pool.allocate(giver, 3, now=0)
+    assert allocation is not None
+    pool.move(allocation.slots[:2], giver, taker)
+    pool.release(giver)
+    assert pool.available == 1
+    pool.release(taker)
+    assert pool.available == 3
+    with pytest.raises(Bug):
+        pool.move([0], giver, taker)
+
+
+def test_a_pool_that_never_evicts_keeps_no_stale_entries() -> None:
+    pool = BlockPool(100)
+    for n in range(1_000):
+        store(pool, f"op{n}", chain(1, 2), now=n)
+    assert len(pool._leaves) < 100
 
 
 def test_sealing_without_the_parent_is_our_bug() -> None:
@@ -143,10 +155,6 @@ class PoolModel(RuleBasedStateMachine):
     def end(self, work: tuple[OperationId, list[StoredBlock], list[int]]) -> None:
         self.now += 1
         self.pool.release(work[0])
-
-    @rule(names=st.lists(st.integers(0, 2), min_size=1, max_size=3))
-    def drop(self, names: list[int]) -> None:
-        self.pool.drop([chain(*names)[-1].key])
 
     @invariant()
     def holds(self) -> None:

@@ -45,6 +45,15 @@ def test_what_the_ring_has_not_is_answered_with_a_snapshot(asked: Since) -> None
     assert [b.depth for b in reply.blocks] == [1, 2]
 
 
+def test_an_answer_is_bounded_in_blocks_not_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "PAGE_BLOCKS", 10)
+    log = log_of([block(1)], kept=100)
+    for _ in range(3):
+        log.stored([block(n) for n in range(8)], at_s=0.0)
+    assert isinstance(log.since(ask(2), now=0), SyncEvents)
+    assert isinstance(log.since(ask(0), now=0), SnapshotPage)
+
+
 def test_pages_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "PAGE_BLOCKS", 2)
     state = [block(n) for n in range(5)]
