@@ -74,8 +74,11 @@ class StoreManagerShell:
                  name: str) -> None:
         self._settings, self._bus, self._catalog, self._consumer = settings, bus, catalog, consumer
         self._clock, self._name = clock, name
-        #: {position in the stream: message}; all and only those the machine holds, in their latest delivery
+        #: {position in the stream: message}; what the machine holds or is about to be told of, in its latest delivery
         self._held: dict[int, Durable] = {}
+        #: {position in the stream: message}; what is over and not yet acknowledged. A position may be in both: the
+        #: same message, delivered again
+        self._over: dict[int, Durable] = {}
         self._drained = asyncio.Event()
         self._looked_s = float("-inf")
         self._driver: Driver[Event] = Driver(
@@ -143,6 +146,8 @@ class StoreManagerShell:
                 span.set_status(trace.StatusCode.ERROR, str(error))
                 refused = isinstance(error, Unwritable)
                 metrics.STORE_WRITE_FAILURES.labels(why="refused" if refused else "unavailable").inc()
+                if refused and len(effect.seqs) == 1:  # the machine will discard it
+                    self._end(effect.seqs)
                 return WriteFailed(str(error), refused=refused)
             span.set_attributes({"moonbus.blocks": written.blocks, "moonbus.replicas": written.replicas,
                                  "moonbus.requests": written.requests})
@@ -155,19 +160,26 @@ class StoreManagerShell:
             if isinstance(delivery.message, RequestDone):
                 _record(delivery.message, tracing.extract(delivery.headers), began_s, ended_s)
         workers = {delivery.message.worker for delivery in deliveries if isinstance(delivery.message, Hello | Bye)}
+        self._end(effect.seqs)
         return Written(written.gaps, len(workers))
 
+    def _end(self, seqs: tuple[int, ...]) -> None:
+        """These are over. To be called right before the machine is told so.
+
+        From then on a delivery of the same message is a new one to the machine, and must not be taken for this one.
+        """
+        self._over.update({seq: self._held.pop(seq) for seq in seqs})
+
     async def _ack(self, effect: do.Ack) -> None:
+        durables = [self._over.pop(seq) for seq in effect.seqs]
         try:
-            for seq in effect.seqs:
-                await self._held.pop(seq).ack()
+            for durable in durables:
+                await durable.ack()
         except BusError as error:  # they come again, and change nothing
             _log.debug("ack_failed", extra={"fields": {"why": error}})
-            for seq in effect.seqs:
-                self._held.pop(seq, None)
 
     async def _discard(self, effect: do.Discard) -> None:
-        delivery = self._held[effect.seq].delivery
+        delivery = self._over[effect.seq].delivery
         metrics.STORE_WRITE_FAILURES.labels(why="discarded").inc()
         _log.error("message_discarded", extra={"fields": {
             "subject": delivery.subject, "stream_seq": effect.seq, "why": effect.why}})

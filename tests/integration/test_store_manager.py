@@ -260,6 +260,41 @@ async def test_postgres_away_for_a_while(nats_url: str, nats_bus: NatsBus, serve
                 assert await service.stop() == 0
 
 
+async def test_postgres_away_for_longer_than_the_feed_waits(
+        nats_url: str, nats_bus: NatsBus, server_dir: Path) -> None:
+    """What is held is delivered again and again meanwhile, and the feed goes on."""
+    async with embedded.postgres_server(server_dir / "postgres-long-outage") as postgres:
+        async with connect(postgres.url) as database:
+            await upgrade_database(database)
+        async with (
+            store_manager(nats_url, postgres.url, REDELIVER_S="0.5", BATCH_ROWS="16") as service,
+            Worker(nats_bus, "a").open() as a,
+        ):
+            await a.store(chain("before", 8))
+            await eventually(holds(nats_bus, live_blocks=8), timeout_s=20.0)
+            chains, feeding = 1, True
+
+            async def feed() -> None:
+                nonlocal chains
+                while feeding:
+                    await a.store(chain(f"more-{chains}", 8))
+                    chains += 1
+                    await asyncio.sleep(0.01)
+
+            running = asyncio.create_task(feed())
+            for _ in range(2):
+                seen, ends_s = chains, time.monotonic() + 2.0  # four times as long as the feed waits
+                await postgres.stop(kill=True)
+                await eventually(lambda: time.monotonic() > ends_s and chains > seen + 20, timeout_s=20.0)  # noqa: B023
+                await postgres.start()
+                await eventually(lambda: _some(nats_bus, 8 * chains // 2), timeout_s=30.0)
+            feeding = False
+            await running
+            await eventually(holds(nats_bus, live_blocks=8 * chains, blocks=8 * chains, feed_pending=0), timeout_s=30.0)
+            assert service.process.returncode is None
+            assert await service.stop() == 0
+
+
 async def test_killed_in_the_middle(nats_url: str, nats_bus: NatsBus, migrated_url: str) -> None:
     batches, length = 150, 16
     async with Worker(nats_bus, "a").open() as a:

@@ -49,7 +49,7 @@ from services.store_manager.core.events import (
 from shared.errors import Bug
 from shared.ids import Incarnation, WorkerId
 from shared.machine import Effect, Woke
-from shared.membership import Change, Changed, Joined, Membership, Unknown
+from shared.membership import Change, Changed, Conflict, Joined, Membership, Unknown
 from shared.messages import Bye, Hello, Load
 
 Event = (
@@ -167,6 +167,8 @@ class StoreManager:
                 self._follow(self._membership.bye(event), out, now)
             case Woke():
                 pass  # what is due shows below
+            case _:
+                raise Bug(f"the store-manager knows no event {event!r}")
         self._now_s = now
         if now >= self._tick_at_s:
             self._follow(self._membership.tick(now=now), out, now)
@@ -300,8 +302,10 @@ class StoreManager:
                         self._mark_wanted = True
                 case Unknown():
                     self._call_roll(out, now)
-                case _:
+                case Conflict():
                     pass  # a worker with a conflicting cache spec is the conductor's to refuse
+                case _:
+                    raise Bug(f"the store-manager knows no change {change!r}")
 
     def _call_roll(self, out: list[Effect], now: float) -> None:
         if now - self._rolled_s >= ROLL_PAUSE_S:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from services.store_manager.core.events import (
     Written,
 )
 from services.store_manager.core.machine import Event, Policy, StoreManager
+from shared.errors import Bug
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv import CacheSpec
 from shared.machine import Effect, Woke
@@ -249,6 +251,17 @@ def test_byes_and_no_comparison_while_postgres_is_away(workers: Play) -> None:
     workers.at(1.2, WriteFailed("away"))
     assert {effect for _, effect in workers.until(1.2, 6.0, "a")} == {do.Write((1,))}
     assert workers.at(6.1, Written()) == [do.Ack((1,)), do.Reconcile(("a", "1"))]
+
+
+def test_what_nobody_knows_is_a_bug(workers: Play) -> None:
+    with pytest.raises(Bug, match="knows no event 'what'"):
+        workers.at(1.0, "what")  # type: ignore[arg-type]
+
+
+def test_a_worker_of_another_kind_is_not_ours_to_refuse(workers: Play) -> None:
+    workers.at(1.0, hello("a"))
+    other = msgspec.structs.replace(hello("b"), spec=msgspec.structs.replace(SPEC, block_tokens=2))
+    assert workers.at(1.1, other) == []
 
 
 class Anything(RuleBasedStateMachine):
