@@ -1,23 +1,25 @@
 """What one can ask of the catalog, by name; everything returned is a frozen value.
 
-Every operation is one transaction. Each raises ``Unavailable`` when Postgres cannot be used now (try again later;
-nothing was written) and ``Unwritable`` when it will never take the data.
+Every operation is one transaction; those that bring blocks or requests are followed by another that counts reuse. What
+collides with another writer is tried again. Each raises ``Unavailable`` when Postgres cannot be used now (do the same
+again later: it changes nothing twice) and ``Unwritable`` when it will never take the data.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from shared.catalog import sql
 from shared.catalog.fold import FeedEvent, Folded, Life, Row, columns, fold, moment
-from shared.catalog.session import Database, Unwritable
+from shared.catalog.session import Collided, Database, Unwritable
 from shared.errors import UserError
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId
 from shared.messages import (
@@ -35,11 +37,30 @@ from shared.messages import (
 MAX_LISTED = 1_000
 """Most blocks one query lists: the answer must fit in a message."""
 
+COLLISION_TRIES = 5
+"""Times an operation is tried while others are in its way. Of two that collide one goes through, so few are needed."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _HEX = re.compile(r"[0-9a-f]{1,64}")
 
 
 class BlockNotFound(UserError):
     """No block, or more than one, answers to the key that was asked."""
+
+
+def _again(operation: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """``operation``, tried again when it collides with another writer."""
+    @wraps(operation)
+    async def patient(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(COLLISION_TRIES - 1):
+            try:
+                return await operation(*args, **kwargs)
+            except Collided:
+                continue
+        return await operation(*args, **kwargs)
+    return patient
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,7 @@ class Catalog:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @_again
     async def write(self, events: Sequence[FeedEvent], *, now_s: float) -> Written:
         """Records a batch of the feed; events may be repeated and in any order (see :mod:`shared.catalog.fold`)."""
         try:
@@ -85,8 +107,10 @@ class Catalog:
             raise Unwritable(str(error)) from error
         async with self._database.transaction() as connection:
             gaps = await _write(connection, folded)
+        await self._count_reuse(folded)
         return Written(len(folded.blocks), len(folded.replicas), len(folded.requests), gaps)
 
+    @_again
     async def reconcile(self, inventory: Inventory, *, now_s: float) -> Repaired:
         """Makes the rows of one worker's life equal to its inventory; what happened after it stays as it is."""
         keys = [bytes(block.key) for block in inventory.blocks]
@@ -107,8 +131,10 @@ class Catalog:
             await _write(connection, folded)
             await _execute(connection, sql.UPSERT_SEEN, [
                 (inventory.worker, inventory.incarnation, f"{{[1,{inventory.seq + 1})}}")])
+        await self._count_reuse(folded)
         return Repaired(missing=len(lacking), stale=stale.rowcount)
 
+    @_again
     async def mark_workers(self, heard: Sequence[Life], dead: Mapping[Life, str], *, now_s: float,
                            started_before_s: float) -> int:
         """Makes the states of workers' lives follow what is heard: exactly ``heard`` are alive.
@@ -125,6 +151,13 @@ class Catalog:
                 sql.MARK_DEAD, {**alive, **gone, "at": now, "started_before": moment(started_before_s)})
             revived = await connection.execute(sql.MARK_ALIVE, alive)
         return died.rowcount + revived.rowcount
+
+    @_again
+    async def _count_reuse(self, folded: Folded) -> None:
+        """Counts what ``folded`` made countable, its own requests or older ones that waited for its blocks."""
+        if folded.requests or folded.blocks:
+            async with self._database.transaction() as connection:
+                await connection.execute(sql.COUNT_REUSE, {"wait_s": sql.REUSE_WAIT_S})
 
     async def lineage(self, key_hex: str) -> LineageReply:
         """The chain from root to the one block whose key starts with ``key_hex``.
@@ -180,8 +213,6 @@ async def _write(connection: AsyncConnection, folded: Folded) -> tuple[Life, ...
     await _execute(connection, sql.UPSERT_REPLICAS, folded.replica_rows())
     await _execute(connection, sql.INSERT_REQUESTS, folded.request_rows())
     seen = await _execute(connection, sql.UPSERT_SEEN, folded.seen_rows())
-    if folded.requests or folded.blocks:
-        await connection.execute(sql.COUNT_REUSE, {"wait_s": sql.REUSE_WAIT_S})
     return tuple((worker, incarnation) for worker, incarnation, gap in seen if gap)
 
 

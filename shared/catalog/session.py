@@ -5,6 +5,7 @@
     MoonbusError
     ├── UserError
     │   └── Unavailable     Postgres cannot be reached or cannot do its work now: try again later
+    │       └── Collided    another transaction was in the way: try again at once
     └── Unwritable          Postgres will never take this data: trying again is no use
 """
 
@@ -25,6 +26,8 @@ URL_FORM = "a URL like postgresql://user:password@host:5432/database"
 _UNWRITABLE_CLASSES = ("22", "23", "54")
 """SQLSTATE classes: bad data, broken constraint, value too large."""
 
+_COLLISIONS = ("40001", "40P01")
+"""SQLSTATEs of a transaction that was undone for another's sake: serialization failure, deadlock."""
 
 SESSION = {
     "application_name": "moonbus",
@@ -37,6 +40,10 @@ class Unwritable(MoonbusError):
     """Postgres will never take this data."""
 
 
+class Collided(Unavailable):
+    """Postgres undid the transaction to let another one through."""
+
+
 class Database:
     """One Postgres database and a bounded pool of connections to it. Opened by :func:`connect`."""
 
@@ -47,7 +54,8 @@ class Database:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """A connection in a transaction that commits at the end; raises ``Unavailable`` or ``Unwritable``."""
+        """A connection in a transaction that commits at the end; raises ``Unavailable`` (``Collided`` where that is
+        why) or ``Unwritable``."""
         with self._translated():
             async with self._engine.begin() as connection:
                 yield connection
@@ -61,6 +69,8 @@ class Database:
             state = str(getattr(cause, "sqlstate", None) or "")
             if state[:2] in _UNWRITABLE_CLASSES:
                 raise Unwritable(_one_line(cause)) from error
+            if state in _COLLISIONS:
+                raise Collided(f"Postgres at {self.name} undid a transaction: {_one_line(cause)}") from error
             raise self._unavailable(cause) from error
         except (OSError, TimeoutError, asyncpg.InterfaceError, SQLAlchemyError) as error:
             raise self._unavailable(error) from error

@@ -160,15 +160,21 @@ COUNT_REUSE = text("""
         FROM chain c JOIN whole USING (request) JOIN cache_spec s ON s.digest = c.spec
         WHERE (c.depth + 1) * s.block_tokens <= c.hit_tokens
         GROUP BY c.key
+    ), locked AS (
+        SELECT u.key, u.times, u.used_at FROM used u JOIN kv_block b ON b.key = u.key ORDER BY b.key FOR UPDATE OF b
     ), counted AS (
         UPDATE kv_block b SET hits = b.hits + u.times, last_used_at = greatest(b.last_used_at, u.used_at)
-        FROM used u WHERE b.key = u.key
+        FROM locked u WHERE b.key = u.key
     )
     UPDATE request r SET reuse_counted = true FROM waiting w
     WHERE r.request = w.request
       AND (w.request IN (SELECT request FROM whole) OR w.recorded_at < now() - :wait_s * interval '1 second')
 """)
-"""Gives every block that a newly recorded request reused its hit, once the request's whole chain is known."""
+"""Gives every block that a newly recorded request reused its hit, once the request's whole chain is known.
+
+To be a transaction of its own: it locks blocks in order of their keys, as the upsert does, and both in one
+transaction would lock in no order at all.
+"""
 
 MARK_DEAD = text("""
     UPDATE worker SET state = 'dead', left_at = :at, why = coalesce(

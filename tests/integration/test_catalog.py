@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator
@@ -32,6 +33,7 @@ from shared.messages import (
     Stored,
     StoredBlock,
 )
+from tests.support.eventually import eventually
 
 SPEC = CacheSpec(model="toy", weights_digest="w", tokenizer_digest="t", dtype="float32", layers=2, kv_heads=1,
                  head_dim=4, block_tokens=16, max_context=4096)
@@ -316,6 +318,42 @@ async def test_reuse_waits_for_its_blocks(catalog: Catalog, database: Database) 
 
 
 # Reconciliation.
+
+async def test_writers_that_count_each_others_blocks_do_not_collide(
+        catalog: Catalog, database: Database, postgres_url: str) -> None:
+    """Each announces the blocks whose reuse the other one counts: locks taken in two orders would meet."""
+    chains = [chain(name, 40) for name in ("one", "other")]
+    await catalog.write([hello("a"), *(stored("a", n + 1, blocks) for n, blocks in enumerate(chains))], now_s=1000.0)
+    async with connect(postgres_url) as second:
+        for turn in range(25):
+            await asyncio.gather(*(
+                writer.write([stored("a", n + 1, chains[n]), done(f"r{turn}-{n}", chains[1 - n][-1], 16 * 40)],
+                             now_s=2000.0)
+                for n, writer in enumerate((catalog, Catalog(second)))))
+    assert await rows(database, "SELECT DISTINCT hits FROM kv_block") == [(25,)]
+    assert await rows(
+        database, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()") == [(0,)]
+
+
+async def test_a_write_that_collides_is_tried_again(catalog: Catalog, database: Database) -> None:
+    blocks = sorted(chain("x", 2), key=lambda block: block.key)
+    low, high = (block.key for block in blocks)
+    await catalog.write([stored("a", 1, blocks)], now_s=1000.0)
+    lock = text("SELECT key FROM kv_block WHERE key = :key FOR UPDATE")
+    async with database.transaction() as other:
+        # Postgres undoes whoever finds the deadlock: the writer, who looks after a second.
+        await other.execute(text("SET LOCAL deadlock_timeout = '60s'"))
+        await other.execute(lock, {"key": high})
+        writing = asyncio.create_task(catalog.write([stored("a", 2, blocks)], now_s=1000.0))
+
+        async def waits() -> bool:
+            return bool(await rows(database, "SELECT pid FROM pg_locks WHERE NOT granted"))
+
+        await eventually(waits, "the writer has the one and waits for the other")
+        await other.execute(lock, {"key": low})
+    assert (await writing).blocks == 2
+    assert await rows(database, "SELECT DISTINCT stored_seq FROM kv_replica") == [(2,)]
+
 
 async def test_reconcile_repairs_both_ways(catalog: Catalog, database: Database) -> None:
     blocks = chain("x", 6)
