@@ -20,11 +20,11 @@ RUN pip install -c constraints.txt ".[engine]"
 
 FROM python:3.11-slim AS base
 ENV PATH=/opt/moonbus/bin:$PATH PYTHONUNBUFFERED=1 \
-    MOONBUS_CACHE_DIR=/models MOONBUS_DATA_DIR=/data MOONBUS_ADMIN_HOST=0.0.0.0 MOONBUS_ADMIN_PORT=9100
+    MOONBUS_CACHE_DIR=/models MOONBUS_ADMIN_HOST=0.0.0.0 MOONBUS_ADMIN_PORT=9100
 # The directories exist and belong to the user, so that named volumes mounted there do too.
 RUN useradd --system --uid 10001 --create-home moonbus \
-    && mkdir /models /data /run/moonbus \
-    && chown moonbus:moonbus /models /data /run/moonbus
+    && mkdir /models /run/moonbus \
+    && chown moonbus:moonbus /models /run/moonbus
 USER moonbus
 WORKDIR /home/moonbus
 ENTRYPOINT []

@@ -11,7 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 import uvloop
 from rich.console import Console
@@ -24,8 +23,8 @@ from load.record import REPORT_FILE, read_run
 from load.runner import PromptKind, RunOptions, run
 from load.workload.prompts import Scaling
 from shared.errors import UserError
-from shared.settings import CommonSettings
 from shared.settings import load as load_settings
+from shared.stack_state import StackSettings, find_stack
 from shared.units import parse_seconds
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -120,19 +119,10 @@ def report_command(directory: Annotated[Path, typer.Argument(help="Folder that `
     _show_end(directory)
 
 
-class _StackState(msgspec.Struct):
-    gateway_url: str = ""
-
-
 def _running_gateway() -> str:
-    """The gateway that `moonbus up` wrote down in the data directory; empty when no stack is running there."""
-    path = load_settings(CommonSettings, "load").data_path() / "stack.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_StackState).gateway_url
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"cannot read the running stack's address from {path} ({error}); give it with --url") from error
+    """The gateway of the stack that runs in the data directory; empty when none does."""
+    running = find_stack(load_settings(StackSettings, "load").data_path())
+    return running.gateway_url if running is not None else ""
 
 
 def _seconds(name: str, text: str) -> float:

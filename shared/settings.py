@@ -32,7 +32,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     nats_url: Annotated[str, Meta(description="NATS server, as nats://host:port.")] = "nats://127.0.0.1:4222"
     nats_credentials: Annotated[str, Meta(description="Path of a NATS credentials file; empty for none.")] = ""
-    data_dir: Annotated[str, Meta(description="Directory for what a service keeps on disk.")] = ".moonbus"
     cache_dir: Annotated[str, Meta(description="Directory of downloaded and converted models; empty for the user's cache.")] = ""
     admin_host: Annotated[str, Meta(description="Address of the admin HTTP port (/health, /ready, /metrics).")] = "127.0.0.1"
     admin_port: Annotated[int, Meta(description="Admin HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
@@ -47,10 +46,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     def cache_path(self) -> Path:
         """Directory of models, made absolute; the user's cache directory unless set."""
         return Path(self.cache_dir).expanduser().absolute() if self.cache_dir else user_cache_path("moonbus")
-
-    def data_path(self) -> Path:
-        """Directory of what is kept on disk, made absolute."""
-        return Path(self.data_dir).expanduser().absolute()
 
 
 class Field(msgspec.Struct, frozen=True):

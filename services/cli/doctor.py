@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from services.cli.output import console
-from services.launcher import state
 from services.launcher.plan import LEAST_POOL_BYTES
 from services.launcher.resources import measure
 from services.launcher.settings import Settings
@@ -31,6 +30,7 @@ from shared.catalog.settings import CatalogSettings
 from shared.errors import MoonbusError, UserError
 from shared.models import resolve
 from shared.settings import load
+from shared.stack_state import find_stack
 from shared.units import format_bytes
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -74,7 +74,7 @@ def doctor(settings: Settings) -> int:
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Every check, in the order of a start. None of them changes anything."""
-    running = state.read(settings.data_path())
+    running = find_stack(settings.data_path())
     yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
     yield from _packages()
     if running is not None:

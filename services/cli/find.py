@@ -5,35 +5,35 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.launcher import state
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import Address
 from shared.errors import NoResponders, RequestTimeout, UserError
 from shared.messages import Failure
 from shared.settings import CommonSettings, load
+from shared.stack_state import StackSettings, find_stack
 
 ASK_S = 5.0
 """Longest wait for an answer."""
 
 
-def settings(nats_url: str | None, data_dir: str | None) -> CommonSettings:
+def settings(nats_url: str | None, data_dir: str | None) -> StackSettings:
     """Common settings; a ``nats_url`` that nobody set is that of the stack in the data directory."""
     given = {"nats_url": nats_url, "data_dir": data_dir}
-    common = load(CommonSettings, "cli", overrides={name: value for name, value in given.items() if value})
-    if common.nats_url != CommonSettings().nats_url:
+    common = load(StackSettings, "cli", overrides={name: value for name, value in given.items() if value})
+    if common.nats_url != StackSettings().nats_url:
         return common
-    running = state.read(common.data_path())
+    running = find_stack(common.data_path())
     if running is None or not running.nats_url:
         return common
-    return load(CommonSettings, "cli", overrides={"nats_url": running.nats_url, "data_dir": common.data_dir})
+    return load(StackSettings, "cli", overrides={"nats_url": running.nats_url, "data_dir": common.data_dir})
 
 
 def gateway_url(url: str | None, data_dir: str | None) -> str:
     """The gateway's base URL without a trailing slash: the flag's, or that of the stack in the data directory."""
     if url:
         return url.rstrip("/").removesuffix("/v1")
-    common = load(CommonSettings, "cli", overrides={"data_dir": data_dir} if data_dir else {})
-    running = state.read(common.data_path())
+    common = load(StackSettings, "cli", overrides={"data_dir": data_dir} if data_dir else {})
+    running = find_stack(common.data_path())
     if running is None or not running.gateway_url:
         raise UserError(
             f"no stack runs in {common.data_path()}; start one with `moonbus up`, or give --url or --data-dir")

@@ -69,7 +69,6 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str) -> tupl
                 start_timeout_s: float = SERVICE_START_S) -> Unit:
         common: dict[str, Any] = {
             "nats_url": nats,
-            "data_dir": settings.data_path(),
             "cache_dir": settings.cache_path(),
             "trace_file": settings.trace_path,
             "admin_host": "127.0.0.1",

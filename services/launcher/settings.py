@@ -7,10 +7,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shared.settings import BYTES, CommonSettings
+from shared.settings import BYTES
+from shared.stack_state import StackSettings
 
 
-class Settings(CommonSettings, frozen=True):
+class Settings(StackSettings, frozen=True):
     """What ``moonbus up`` and ``moonbus demo`` take; everything else of a service is set in its own name."""
 
     model: Annotated[

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import httpx
@@ -27,10 +28,14 @@ from shared.bus.subjects import WORKERS
 from shared.errors import BusError, ModelError, UserError
 from shared.messages import WorkersQuery
 from shared.models import ModelDir, local_path, resolve
+from shared.stack_state import StackState, UnitState
 
 SERVING_S = 60.0
 """Longest time from the last ready line until the gateway offers the model and the conductor knows all workers."""
 _POLL_S = 0.05
+
+TRACE_BYTES = 64 * 2**20
+"""What earlier stacks left is moved aside when it is more than this."""
 
 
 class Watcher(Protocol):
@@ -63,9 +68,23 @@ def run(settings: Settings, body: Callable[[Stack], Awaitable[int]], *, watcher:
     Raises :class:`UserError` when the stack cannot start or an essential part of it is gone for good.
     """
     with state.owning(settings.data_path()):
+        if not settings.trace_file:  # a file the user named is the user's to keep short
+            rotate(settings.trace_path)
         settings = msgspec.structs.replace(settings, port=check_port(settings.host, settings.port))
         model = fetch_model(settings)
         return asyncio.run(_run(settings, model, body, watcher))
+
+
+def rotate(trace: Path) -> None:
+    """Moves ``trace.jsonl`` to ``trace.1.jsonl``, over an older one, if it is large. No service may have it open."""
+    try:
+        if trace.stat().st_size > TRACE_BYTES:
+            trace.replace(trace.with_suffix(f".1{trace.suffix}"))
+    except FileNotFoundError:
+        pass  # the first stack here
+    except OSError as error:
+        raise UserError(f"cannot move {trace}, the spans of earlier stacks, aside: {error.strerror}; "
+                        "delete it or choose another --data-dir") from error
 
 
 def check_port(host: str, port: int) -> int:
@@ -178,14 +197,14 @@ def _gateway_url(supervisor: Supervisor) -> str:
 
 
 def _state(settings: Settings, model: ModelDir, started_at_s: float, serving: bool, supervisor: Supervisor,
-           views: list[UnitView]) -> state.StackState:
-    return state.StackState(
+           views: list[UnitView]) -> StackState:
+    return StackState(
         pid=os.getpid(), started_at_s=started_at_s, ready=serving, gateway_url=_gateway_url(supervisor),
         nats_url=str(supervisor.facts("nats").get("url", "")),
         postgres_url=str(supervisor.facts("postgres").get("url", "")), model=model.name,
         trace_file=str(settings.trace_path),
         units=[
-            state.UnitState(name=view.name, service=view.service, state=view.state, pid=view.pid,
+            UnitState(name=view.name, service=view.service, state=view.state, pid=view.pid,
                             admin=str(view.facts.get("admin", "")), log=view.log)
             for view in views
         ],

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.launcher import state
+from shared.stack_state import StackState, find_stack
 from tests.support.eventually import eventually
 
 START_S = 300.0
@@ -43,13 +43,13 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 @asynccontextmanager
-async def up(data_dir: Path, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, state.StackState]]:
+async def up(data_dir: Path, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, StackState]]:
     """A stack in the foreground of a process of its own, once it serves."""
     process = await start("up", "--data-dir", str(data_dir), *arguments)
     try:
-        def serving() -> state.StackState | None:
+        def serving() -> StackState | None:
             assert process.returncode is None, "it ended"
-            found = state.read(data_dir)
+            found = find_stack(data_dir)
             return found if found is not None and found.ready else None
 
         yield process, await eventually(serving, "the stack serves", timeout_s=START_S)
@@ -59,7 +59,7 @@ async def up(data_dir: Path, *arguments: str) -> AsyncIterator[tuple[asyncio.sub
         await asyncio.wait_for(process.communicate(), 60)
 
 
-def children_of(stack: state.StackState) -> list[int]:
+def children_of(stack: StackState) -> list[int]:
     return [unit.pid for unit in stack.units if unit.pid]
 
 
@@ -76,7 +76,7 @@ async def test_demo_holds_what_it_promises_and_leaves_nothing(data_dir: Path, ca
     assert "prefix moved in" in said and "by shm" in said
     assert "Lineage of" in said and "kv.fetch" in said
     assert str(data_dir / "trace.jsonl") in said.replace("\n", "")
-    assert state.read(data_dir) is None
+    assert find_stack(data_dir) is None
     assert (data_dir / "trace.jsonl").stat().st_size > 0
 
 
@@ -94,7 +94,7 @@ async def test_up_serves_heals_and_stops(data_dir: Path, cache_dir: Path) -> Non
             os.kill(before.pid, signal.SIGKILL)
 
             def restarted() -> bool:
-                now = state.read(data_dir)
+                now = find_stack(data_dir)
                 unit = now.unit("decode-1") if now is not None else None
                 return unit is not None and unit.state == "ready" and unit.pid not in (0, before.pid)
 
@@ -104,7 +104,7 @@ async def test_up_serves_heals_and_stops(data_dir: Path, cache_dir: Path) -> Non
                 return await answer() == 200
 
             await eventually(answers, "the stack serves again", timeout_s=60)
-        pids = children_of(state.read(data_dir) or stack)
+        pids = children_of(find_stack(data_dir) or stack)
         process.send_signal(signal.SIGINT)
         out, _ = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0, out.decode()
@@ -122,7 +122,7 @@ async def test_a_second_signal_stops_at_once_and_a_killed_launcher_takes_everyth
         process.send_signal(signal.SIGINT)
 
         def draining() -> bool:
-            now = state.read(data_dir)
+            now = find_stack(data_dir)
             unit = now.unit("decode-1") if now is not None else None
             return unit is not None and unit.state == "stopping"
 
@@ -135,4 +135,4 @@ async def test_a_second_signal_stops_at_once_and_a_killed_launcher_takes_everyth
         process.kill()
         await process.communicate()
         await eventually(lambda: all(gone(pid) for pid in children_of(stack)), "the children are gone", timeout_s=15)
-        assert state.read(data_dir) is None
+        assert find_stack(data_dir) is None

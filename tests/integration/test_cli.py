@@ -33,6 +33,7 @@ from shared.messages import (
     WorkerStats,
 )
 from shared.models import describe
+from shared.stack_state import StackState, find_stack, state_path
 
 SPEC = CacheSpec(model="m", weights_digest="w", tokenizer_digest="t", dtype="float32", layers=2, kv_heads=1,
                  head_dim=8, block_tokens=16, max_context=512)
@@ -144,8 +145,8 @@ async def test_no_bus() -> None:
 async def test_the_running_stack_is_found_by_its_data_directory(
         nats_url: str, nats_bus: NatsBus, tmp_path: Path) -> None:
     reply = WorkersReply(conductor="conductor-7", workers=[])
-    stack = state.StackState(pid=1, started_at_s=0.0, ready=True, gateway_url="http://127.0.0.1:1", nats_url=nats_url,
-                             postgres_url="", model="m", trace_file="", units=[])
+    stack = StackState(pid=1, started_at_s=0.0, ready=True, gateway_url="http://127.0.0.1:1", nats_url=nats_url,
+                       postgres_url="", model="m", trace_file="", units=[])
     async with answering(nats_bus, {WORKERS: reply}):
         with state.owning(tmp_path):
             state.write(tmp_path, stack)
@@ -155,14 +156,14 @@ async def test_the_running_stack_is_found_by_its_data_directory(
 
 
 def test_a_dead_stacks_file_is_not_believed(tmp_path: Path) -> None:
-    stack = state.StackState(pid=1, started_at_s=0.0, ready=True, gateway_url="http://127.0.0.1:1", nats_url="",
-                             postgres_url="", model="m", trace_file="", units=[])
+    stack = StackState(pid=1, started_at_s=0.0, ready=True, gateway_url="http://127.0.0.1:1", nats_url="",
+                       postgres_url="", model="m", trace_file="", units=[])
     with state.owning(tmp_path):
         state.write(tmp_path, stack)
-        assert state.read(tmp_path) == stack
-        kept = state.state_path(tmp_path).read_bytes()
-    state.state_path(tmp_path).write_bytes(kept)  # as a killed launcher leaves it
-    assert state.read(tmp_path) is None
+        assert find_stack(tmp_path) == stack
+        kept = state_path(tmp_path).read_bytes()
+    state_path(tmp_path).write_bytes(kept)  # as a killed launcher leaves it
+    assert find_stack(tmp_path) is None
 
 
 async def test_two_stacks_in_one_directory_are_refused(tmp_path: Path) -> None:

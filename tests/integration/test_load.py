@@ -22,7 +22,9 @@ from load.live import Progress, ReplayOptions, Stop, replay
 from load.record import REPORT_FILE, RunRecord, read_run
 from load.workload.prompts import Plan, Planner, Scaling, token_ids
 from load.workload.traces import Arrival, read
+from services.launcher import state
 from shared.errors import UserError
+from shared.stack_state import StackState, state_path
 from tests.support.eventually import eventually
 from tests.support.scripted_gateway import BLOCK_TOKENS, Script, ScriptedGateway, rejection, serving
 
@@ -307,12 +309,18 @@ async def test_killed_run_keeps_its_records(gateway: ScriptedGateway, tmp_path: 
 
 async def test_the_running_stack_s_gateway_is_the_default(gateway: ScriptedGateway, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
-    data_dir.mkdir()
-    (data_dir / "stack.json").write_text(json.dumps({"gateway_url": gateway.url, "pid": 1}))
-    code, _, stderr = await cli("run", "--trace", write_trace(tmp_path, count=1), "--out", tmp_path / "out",
-                                MOONBUS_DATA_DIR=str(data_dir))
+    stack = StackState(pid=1, started_at_s=0.0, ready=True, gateway_url=gateway.url, nats_url="", postgres_url="",
+                       model="m", trace_file="", units=[])
+    command = ("run", "--trace", write_trace(tmp_path, count=1), "--out", tmp_path / "out", "--overwrite")
+    with state.owning(data_dir):
+        state.write(data_dir, stack)
+        code, _, stderr = await cli(*command, MOONBUS_DATA_DIR=str(data_dir))
+        left = state_path(data_dir).read_bytes()
     assert code == 0, stderr
     assert len(gateway.requests) == 1
+    state_path(data_dir).write_bytes(left)  # as a killed launcher leaves it
+    await cli(*command, MOONBUS_DATA_DIR=str(data_dir))
+    assert len(gateway.requests) == 1, "a dead stack's gateway is nobody's"
 
 
 @pytest.mark.parametrize(("options", "line"), [

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import openai
 
-from services.launcher import state
 from shared.bus.bus import Bus
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import WORKERS
 from shared.errors import BusError
 from shared.messages import WorkersQuery, WorkersReply
+from shared.stack_state import StackState, find_stack
 from tests.support.eventually import eventually
 
 START_S = 180.0
@@ -38,9 +38,9 @@ class RunningStack:
     bus: Bus
 
     @property
-    def state(self) -> state.StackState:
+    def state(self) -> StackState:
         """What the state file says now."""
-        found = state.read(self.data_dir)
+        found = find_stack(self.data_dir)
         assert found is not None
         return found
 
@@ -106,12 +106,12 @@ async def running_stack(data_dir: Path, *, model: str = "tiny-random", settings:
             stdout=sink, stderr=asyncio.subprocess.STDOUT, stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, **(settings or {})})
     try:
-        def ready() -> state.StackState | None:
+        def ready() -> StackState | None:
             assert process.returncode is None, (data_dir / "up.log").read_text()
-            found = state.read(data_dir)
+            found = find_stack(data_dir)
             return found if found is not None and found.ready else None
 
-        up: state.StackState = await eventually(ready, "the stack is up", timeout_s=START_S)
+        up: StackState = await eventually(ready, "the stack is up", timeout_s=START_S)
         async with NatsBus.connect(up.nats_url, name="e2e") as bus:
             yield RunningStack(data_dir, up.gateway_url, up.model, process, bus)
         process.send_signal(signal.SIGINT)
