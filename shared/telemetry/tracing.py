@@ -75,12 +75,6 @@ def extract(headers: Mapping[str, str]) -> Context:
     return _propagator.extract(headers, context=Context())
 
 
-def trace_id() -> str:
-    """The current trace's id, 32 hex digits; empty outside a trace."""
-    context = trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x}" if context.is_valid else ""
-
-
 def record(
     name: str,
     *,

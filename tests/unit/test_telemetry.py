@@ -70,10 +70,8 @@ def test_a_complaint_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -
 def test_context_survives_the_headers() -> None:
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
     assert tracing.inject() == {}
-    assert tracing.trace_id() == ""
     with tracer.start_as_current_span("root") as span:
         headers = tracing.inject()
-        assert tracing.trace_id() == f"{span.get_span_context().trace_id:032x}"
     carried = trace.get_current_span(tracing.extract(headers)).get_span_context()
     assert carried.trace_id == span.get_span_context().trace_id
     assert carried.span_id == span.get_span_context().span_id
