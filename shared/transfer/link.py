@@ -42,7 +42,7 @@ class Link:
         self._make_lane = make_lane
         self._max_lanes, self._max_inflight, self._silence_s = max_lanes, max_inflight, silence_s
         self._open: list[_Load] = []
-        self._opening: asyncio.Future[Trouble | None] | None = None
+        self._opening: asyncio.Future[_Load | Trouble] | None = None
         self._started: list[Lane] = []
         self._batches = 0
         self._nbytes = 0
@@ -86,34 +86,39 @@ class Link:
         return [lane for lane in self._started if lane.alive]
 
     async def _lane(self) -> _Load | Trouble:
-        """The least loaded lane; another one when that is busy and there may be more."""
+        """The least loaded lane; another one when that is busy and there may be more.
+
+        It may have failed by the time it is used: then it reports so for what it is given.
+        """
         self._open = [load for load in self._open if load.lane.failed is None]
         best = min(self._open, key=lambda load: load.nbytes, default=None)
         if best is not None and (best.nbytes < LANE_BYTES or len(self._open) >= self._max_lanes):
             return best
         if self._opening is None:
             self._opening = self._start()
-        opening = self._opening
         # Others may wait for it too: our deadline must not end their wait.
-        trouble = await asyncio.shield(opening)
-        if trouble is None:
-            return min(self._open, key=lambda load: load.nbytes)
-        return best if best is not None else trouble
+        opened = await asyncio.shield(self._opening)
+        if isinstance(opened, Trouble):
+            return best if best is not None else opened
+        return min(self._open, key=lambda load: load.nbytes, default=opened)
 
-    def _start(self) -> asyncio.Future[Trouble | None]:
+    def _start(self) -> asyncio.Future[_Load | Trouble]:
         loop = asyncio.get_running_loop()
-        opening: asyncio.Future[Trouble | None] = loop.create_future()
+        opening: asyncio.Future[_Load | Trouble] = loop.create_future()
         lane = self._make_lane()
         self._started = [other for other in self._started if other.alive]
         self._started.append(lane)
         lane.start(partial(call_on, loop, self._opened, lane, opening))
         return opening
 
-    def _opened(self, lane: Lane, opening: asyncio.Future[Trouble | None], trouble: Trouble | None) -> None:
+    def _opened(self, lane: Lane, opening: asyncio.Future[_Load | Trouble], trouble: Trouble | None) -> None:
         self._opening = None
-        if trouble is None:
-            self._open.append(_Load(lane))
-        opening.set_result(trouble)
+        if trouble is not None:
+            opening.set_result(trouble)
+            return
+        load = _Load(lane)
+        self._open.append(load)
+        opening.set_result(load)
 
     def _submit(self, load: _Load, batch: Batch, grant: Grant, deadline_s: float,
                 corrupt: frozenset[int]) -> tuple[Transfer, asyncio.Future[Outcome]]:
