@@ -1,12 +1,14 @@
 """Who is there: workers ALIVE, SUSPECT (silent for a while: no new work) or DEAD (their blocks are gone).
 
 Pure. Gateway, conductor and store-manager each keep one :class:`Membership` and feed it what they hear. A reader
-that was stalled itself must not declare everybody dead: silence only counts while the reader was listening, so
-:meth:`Membership.tick` notices its own lag and gives every worker that time back.
+that could not hear must not declare everybody dead: silence only counts while the reader was listening. So
+:meth:`Membership.tick` notices its own lag and gives every worker that time back, and whoever owns the bus calls
+:meth:`Membership.deaf` again and again while the connection is away, and once more when it is back.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +32,15 @@ class Member:
     """It said in its last load that it takes no new work."""
     left: bool = False
     """It said bye: nothing of this life revives it."""
+    spec: SpecDigest = field(init=False)
+    """Digest of its cache spec, computed once a hello."""
+
+    def __post_init__(self) -> None:
+        self.spec = self.hello.spec.digest
+
+    def said(self, hello: Hello) -> None:
+        """It registers again, in the same life."""
+        self.hello, self.spec = hello, hello.spec.digest
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,8 @@ class Membership:
     members: dict[WorkerId, Member] = field(default_factory=dict)
     forget_after_s: float = 600.0
     _ticked_s: float | None = None
+    _deaf_s: float = -math.inf
+    """Until when nothing could be heard."""
 
     def hello(self, hello: Hello, *, now: float) -> list[Change]:
         """A worker registers (again)."""
@@ -89,10 +102,12 @@ class Membership:
         if known is not None and known.hello.incarnation == hello.incarnation:
             if known.left:
                 return []  # a hello that was overtaken by its own bye
-            known.hello = hello
+            known.said(hello)
             return self._heard(known, now=now)
-        if known is not None and known.hello.started_at_s > hello.started_at_s:
-            return []  # an earlier life's hello, delivered late
+        if known is not None and known.state == "alive" and known.hello.started_at_s > hello.started_at_s:
+            # An earlier life's hello, delivered late. Only the living are proof of that: clocks may go back, and who
+            # follows one that fell silent must get in whatever its clock says.
+            return []
         self.members[hello.worker] = Member(hello=hello, heard_s=now)
         return [Joined(hello, known.hello.incarnation if known else None)]
 
@@ -115,11 +130,23 @@ class Membership:
         return [] if known.state == "dead" else [self._change(known, "dead", bye.reason or "said bye")]
 
     def gone(self, worker: WorkerId, incarnation: Incarnation) -> list[Change]:
-        """Somebody found that nobody listens on the worker's subjects any more: its connection is closed."""
+        """Somebody found that nobody listens on the worker's subjects any more: its connection is closed.
+
+        That proves nothing of a worker not heard since our own connection came back: its own may be on the way.
+        """
         known = self.members.get(worker)
         if known is None or known.hello.incarnation != incarnation or known.state == "dead":
             return []
+        if known.heard_s <= self._deaf_s:
+            return []
         return [self._change(known, "dead", "its connection is gone")]
+
+    def deaf(self, *, now: float) -> None:
+        """Until now nobody could be heard, the bus was away: everybody's silence begins anew."""
+        self._ticked_s = self._deaf_s = now
+        for member in self.members.values():
+            if member.state != "dead":
+                member.heard_s = now
 
     def tick(self, *, now: float) -> list[Change]:
         """Lets time pass; call it at least every half ``suspect_after_s``."""
@@ -155,7 +182,7 @@ class Membership:
         return [
             member for _, member in sorted(self.members.items())
             if member.state == "alive" and not member.draining
-            and member.hello.role == role and member.hello.spec.digest == spec
+            and member.hello.role == role and member.spec == spec
         ]
 
     def specs(self) -> dict[str, Hello]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from opentelemetry import trace
 
-from services.conductor.core.machine import Conductor, Converged, Event, Reconnected, Started, Statistics
+from services.conductor.core.machine import Conductor, Converged, Deaf, Event, Reconnected, Started, Statistics
 from shared.bus.bus import Bus, Delivery
 from shared.bus.subjects import (
     BYE,
@@ -46,6 +46,8 @@ QUEUE = "conductor"
 DECIDE_WITHIN_S = 5.0
 """Longest time a question waits for its decision: behind a backlog, nobody needs the answer any more."""
 _EXPORT_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.25
+"""Pause between two looks at the connection: shorter than any silence that makes a worker suspect."""
 _LISTENED = (HELLO, LOAD, BYE, KV_STORED, KV_EVICTED, PROGRESS, PLACED, CANCEL)
 """What goes to the machine as it is."""
 
@@ -81,7 +83,8 @@ class ConductorShell:
         """Listens, converges, then answers until left; raises what breaks the machine."""
         async with asyncio.TaskGroup() as tasks, AsyncExitStack() as stack:
             owned = [tasks.create_task(self._driver.run(), name="conductor"),
-                     tasks.create_task(self._export(), name="conductor-metrics")]
+                     tasks.create_task(self._export(), name="conductor-metrics"),
+                     tasks.create_task(self._watch(), name="conductor-connection")]
             try:
                 for subject in _LISTENED:
                     stack.push_async_callback((await self._bus.subscribe(subject.any(), self._on_message)).close)
@@ -128,8 +131,22 @@ class ConductorShell:
             answer: Placement | Rejection = await self._driver.ask(ask, timeout_s=DECIDE_WITHIN_S)
             span.set_attributes(_asked(ask, self._machine.id) | _answered(answer))
         metrics.CONDUCTOR_DECISION_SECONDS.observe(time.perf_counter() - began_s)
-        _count(answer)
+        self._count(answer)
         return answer
+
+    def _count(self, answer: Placement | Rejection) -> None:
+        if isinstance(answer, Rejection):
+            metrics.CONDUCTOR_REJECTIONS.labels(code=answer.code).inc()
+            return
+        self._exported.placed(answer.prefill, answer.decode)
+        metrics.CONDUCTOR_PREDICTED_TTFT_SECONDS.observe(answer.predicted_ttft_s)
+        metrics.CONDUCTOR_PREDICTED_HIT_TOKENS.inc(answer.hit_tokens)
+
+    async def _watch(self) -> None:
+        while True:
+            if not self._bus.connected:
+                self._driver.feed(Deaf())
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _export(self) -> None:
         while True:
@@ -156,15 +173,6 @@ def _answered(answer: Placement | Rejection) -> dict[str, str | int | float]:
         "moonbus.predicted_tbt_s": answer.predicted_tbt_s, "moonbus.candidates": candidates}
 
 
-def _count(answer: Placement | Rejection) -> None:
-    if isinstance(answer, Rejection):
-        metrics.CONDUCTOR_REJECTIONS.labels(code=answer.code).inc()
-        return
-    metrics.CONDUCTOR_PLACEMENTS.labels(prefill=answer.prefill, decode=answer.decode).inc()
-    metrics.CONDUCTOR_PREDICTED_TTFT_SECONDS.observe(answer.predicted_ttft_s)
-    metrics.CONDUCTOR_PREDICTED_HIT_TOKENS.inc(answer.hit_tokens)
-
-
 def _observe_outcome(done: RequestDone, conductor: str) -> None:
     """What became of a promise; only of our own, so that sums over conductors are right."""
     if done.conductor != conductor or done.ttft_s is None:
@@ -175,17 +183,27 @@ def _observe_outcome(done: RequestDone, conductor: str) -> None:
 
 
 class _Export:
-    """Gauges of the machine's state; series of workers that are gone are removed."""
+    """The machine's state as metrics; series of workers that are gone are removed."""
 
     def __init__(self) -> None:
         self._blocks: set[WorkerId] = set()
         self._workers: set[tuple[str, str]] = set()
         self._errors: set[tuple[WorkerId, str]] = set()
+        #: (prefill, decode) of the placements counted so far
+        self._pairs: set[tuple[WorkerId, WorkerId]] = set()
         self._syncs: dict[tuple[WorkerId, str], int] = {}
         self._dropped_blocks = self._stale = self._mismatched = 0
 
+    def placed(self, prefill: WorkerId, decode: WorkerId) -> None:
+        """Counts a placement."""
+        self._pairs.add((prefill, decode))
+        metrics.CONDUCTOR_PLACEMENTS.labels(prefill=prefill, decode=decode).inc()
+
     def update(self, now: Statistics) -> None:
         """Shows ``now``."""
+        for pair in [pair for pair in self._pairs if not now.blocks.keys() >= set(pair)]:
+            metrics.CONDUCTOR_PLACEMENTS.remove(*pair)
+            self._pairs.remove(pair)
         for gone in self._blocks - set(now.blocks):
             metrics.CONDUCTOR_INDEX_BLOCKS.remove(gone)
         for worker, blocks in now.blocks.items():

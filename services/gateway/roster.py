@@ -1,8 +1,8 @@
 """Who is there, as this gateway hears it, and which models it can therefore serve.
 
 A model is served once a live worker announced it and a tokeniser with the digest in its cache spec lies here: ids
-must mean the same text on both sides. A worker that falls silent is asked a cheap question; when nobody even listens
-on its subjects (the process is gone), it is lost at once instead of after ``dead_after_s``.
+must mean the same text on both sides. A worker that falls silent after its first heartbeat is asked a cheap question;
+when nobody even listens on its subjects (the process is gone), it is lost at once instead of after ``dead_after_s``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shared.clock import Clock
 from shared.errors import BusError, ModelError, NoResponders
 from shared.ids import WorkerId
 from shared.kv import CacheSpec
-from shared.membership import Change, Changed, Conflict, Joined, Member, Membership, Unknown
-from shared.messages import Endpoint, Rollcall, Since, Source
+from shared.membership import Change, Changed, Conflict, Joined, Membership, Unknown
+from shared.messages import Endpoint, Hello, Load, Rollcall, Since, Source
 from shared.models import ModelDir, resolve
 from shared.telemetry.logs import Limited
 
@@ -84,7 +84,7 @@ class Roster:
             await self._load(model.name, model)
         for address, handler in ((HELLO.any(), self._hello), (LOAD.any(), self._heartbeat), (BYE.any(), self._bye)):
             self._subscriptions.append(await self._bus.subscribe(address, handler))
-        self._bus.on_reconnect(self.rollcall)
+        self._bus.on_reconnect(self._reconnected)
         self._watching = asyncio.create_task(self._watch(), name="roster watch")
         await self.rollcall()
 
@@ -102,6 +102,10 @@ class Roster:
         """Asks every worker to say hello."""
         self._asked_s = self._clock.monotonic()
         await self._bus.publish(ROLLCALL.at(), Rollcall(asker=self._asker))
+
+    async def _reconnected(self) -> None:
+        self.membership.deaf(now=self._clock.monotonic())
+        await self.rollcall()
 
     # -- what others ask ---------------------------------------------------------------------------------------
 
@@ -195,10 +199,12 @@ class Roster:
     async def _watch(self) -> None:
         while True:
             now = self._clock.monotonic()
+            if not self._bus.connected:
+                self.membership.deaf(now=now)
             self._react(self.membership.tick(now=now))
             for worker, member in self.membership.members.items():
-                if member.state == "suspect":
-                    self._spawn_probe(worker, self._probe(member))
+                if member.state == "suspect" and member.load is not None and self._bus.connected:
+                    self._spawn_probe(worker, self._probe(member.hello, member.load))
             for hello in self.membership.specs().values():
                 self._look_for(hello.spec)
             await asyncio.sleep(self.membership.next_wake(now=now) - now)
@@ -215,9 +221,9 @@ class Roster:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._limited.warning("probe_failed", key=worker, worker=worker, why=error)
 
-    async def _probe(self, member: Member) -> None:
-        hello = member.hello
-        since = Since(incarnation=hello.incarnation, seq=member.load.kv_seq if member.load else 0)
+    async def _probe(self, hello: Hello, load: Load) -> None:
+        # What came after its last heartbeat is little; asked from further back it might have to send all it stores.
+        since = Since(incarnation=hello.incarnation, seq=load.kv_seq)
         try:
             await self._bus.request(KV_SYNC.at(worker=hello.worker), since, timeout_s=PROBE_S)
         except NoResponders:

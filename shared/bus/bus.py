@@ -91,6 +91,11 @@ class Bus(Protocol):
         """Messages of the stream the consumer has not acknowledged."""
         ...
 
+    @property
+    def connected(self) -> bool:
+        """Messages can reach us; false while the connection is being made again."""
+        ...
+
     def statistics(self) -> BusStatistics:
         """Counters since the bus was opened."""
         ...

@@ -250,6 +250,10 @@ class MemoryBus:
 
     # Life.
 
+    @property
+    def connected(self) -> bool:
+        return self._open
+
     def statistics(self) -> BusStatistics:
         return self._counters.snapshot()
 

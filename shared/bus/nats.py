@@ -242,6 +242,10 @@ class NatsBus:
 
     # Life.
 
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
     def statistics(self) -> BusStatistics:
         return self._counters.snapshot()
 

@@ -516,9 +516,11 @@ async def test_after_a_restart_of_the_server_everything_works_again(tmp_path: Pa
         await server.stop(kill=True)
         with pytest.raises(BusError):
             await speaker.request(ECHO.at(name="a"), cancel(), timeout_s=0.1)
+        await eventually(lambda: not reader.connected)
         await server.start()
         async with asyncio.timeout(10.0):
             await back.wait()
+        assert reader.connected
 
         await eventually(lambda: speaker.statistics().reconnects == 1)
         assert reader.statistics().reconnects == 1

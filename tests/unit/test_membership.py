@@ -108,6 +108,46 @@ def test_a_hello_of_an_earlier_life_that_comes_late_changes_nothing() -> None:
     assert members.members[WorkerId("w1")].hello == hello(life=2)
 
 
+def test_a_new_life_whose_clock_is_behind_gets_in_once_the_old_one_is_silent_or_has_left() -> None:
+    members = some()
+    members.hello(hello(life=2), now=0.0)
+    assert edges(pass_time(members, start_s=0.0, end_s=3.0)) == [("alive", "suspect")]
+    assert members.hello(hello(life=1), now=3.0) == [Joined(hello(life=1), Incarnation("w1.2"))]
+    members.bye(bye(life=1))
+    assert members.hello(hello(life=0), now=3.1) == [Joined(hello(life=0), Incarnation("w1.1"))]
+
+
+def test_while_the_bus_is_away_nobody_is_silent() -> None:
+    members = some()
+    members.hello(hello(), now=0.0)
+    now = 0.0
+    while now < 60.0:
+        members.deaf(now=now)
+        assert members.tick(now=now) == []
+        now = members.next_wake(now=now)
+    members.deaf(now=60.0)
+    assert edges(pass_time(members, start_s=60.0, end_s=61.9)) == []
+    assert edges(pass_time(members, start_s=62.0, end_s=69.0)) == [("alive", "suspect"), ("suspect", "dead")]
+
+
+def test_an_absent_listener_proves_nothing_until_it_was_heard_after_the_bus_was_away() -> None:
+    members = some()
+    members.hello(hello(), now=0.0)
+    members.deaf(now=5.0)
+    assert members.gone(WorkerId("w1"), Incarnation("w1.1")) == []
+    members.load(load(), now=5.5)
+    assert edges(members.gone(WorkerId("w1"), Incarnation("w1.1"))) == [("alive", "dead")]
+
+
+def test_the_digest_is_that_of_the_last_hello() -> None:
+    members = some()
+    members.hello(hello(), now=0.0)
+    changed = msgspec.structs.replace(SPEC, dtype="float16")
+    members.hello(hello(spec=changed), now=0.1)
+    assert members.members[WorkerId("w1")].spec == changed.digest
+    assert members.usable(changed.digest, "prefill") and not members.usable(SPEC.digest, "prefill")
+
+
 def test_a_repeated_hello_is_a_sign_of_life() -> None:
     members = some()
     members.hello(hello(), now=0.0)
@@ -203,7 +243,7 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.members = some()
         self.now = 0.0
-        #: {worker: newest life that said hello}
+        #: {worker: the life that counts: the newest, unless a hello came when that one was not alive}
         self.lives: dict[str, int] = {}
         self.left: set[tuple[str, int]] = set()
 
@@ -211,9 +251,12 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(worker=workers, life=st.integers(min_value=1, max_value=4))
     def says_hello(self, worker: str, life: int) -> None:
+        known = self.members.members.get(WorkerId(worker))
+        alive = known is not None and known.state == "alive"
         self.members.hello(hello(worker, life), now=self.now)
-        if life > self.lives.get(worker, 0):
+        if life > self.lives[worker] if alive else life != self.lives.get(worker):
             self.lives[worker] = life
+            self.left.discard((worker, life))  # what comes after another life is none that was overtaken by its bye
 
     @rule(worker=workers, life=st.integers(min_value=1, max_value=4))
     def beats(self, worker: str, life: int) -> None:
@@ -247,8 +290,16 @@ class Interleavings(RuleBasedStateMachine):
             if silence_s[worker] + SUSPECT_S / 2 < SUSPECT_S:
                 assert self.members.members[worker].state == "alive", "deafness is nobody's silence"
 
+    @rule()
+    def the_bus_is_away(self) -> None:
+        before = {worker: member.state for worker, member in self.members.members.items()}
+        self.now += DEAD_S
+        self.members.deaf(now=self.now)
+        assert self.members.tick(now=self.now) == []
+        assert before.items() >= {worker: member.state for worker, member in self.members.members.items()}.items()
+
     @invariant()
-    def the_newest_life_counts(self) -> None:
+    def the_right_life_counts(self) -> None:
         for worker, member in self.members.members.items():
             assert member.hello.incarnation == f"{worker}.{self.lives[worker]}"
 

@@ -11,7 +11,8 @@ from them at any time: ``Membership`` from hellos and heartbeats, ``PrefixIndex`
 event            what it does
 ===============  ====================================================================================
 Started          rollcall; from here on the conductor converges
-Reconnected      rollcall: what was said meanwhile is lost, heartbeats will show what
+Deaf             nobody's silence counts: the bus is away
+Reconnected      the same, and a rollcall: what was said meanwhile is lost, heartbeats will show what
 Hello            a worker joins: its blocks are asked for; a cache spec that does not fit is refused
 Load             sign of life; corrects its queue; shows KV events that got lost
 Bye              the worker and its blocks are gone
@@ -92,6 +93,10 @@ class Started(msgspec.Struct, frozen=True):
     """The shell listens; the first event."""
 
 
+class Deaf(msgspec.Struct, frozen=True):
+    """The bus is away; comes again and again until it is back."""
+
+
 class Reconnected(msgspec.Struct, frozen=True):
     """The bus was away and is back."""
 
@@ -103,7 +108,7 @@ class Converged(Effect, frozen=True):
     missing: list[WorkerId]
 
 
-Event = (Started | Reconnected | Hello | Load | Bye | Stored | Evicted | Progress | Placed | Cancel | RequestDone
+Event = (Started | Deaf | Reconnected | Hello | Load | Bye | Stored | Evicted | Progress | Placed | Cancel | RequestDone
          | Asked | Answered | Unanswered | Woke)
 
 
@@ -198,7 +203,11 @@ class Conductor:
                 self._converge_s = now + self._policy.rollcall_window_s
                 self._membership.tick(now=now)
                 return self._call_roll(now)
+            case Deaf():
+                self._membership.deaf(now=now)
+                return []
             case Reconnected():
+                self._membership.deaf(now=now)
                 return self._call_roll(now)
             case _:
                 raise Bug(f"the conductor cannot handle {event!r}")

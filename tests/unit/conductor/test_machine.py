@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from services.conductor.core.machine import Conductor, Converged, Reconnected, Started
+from services.conductor.core.machine import Conductor, Converged, Deaf, Reconnected, Started
 from shared.ids import BlockKey, GatewayId, RequestId, WorkerId
 from shared.kv import Tier, pack_keys
 from shared.machine import Answered, Asked, Publish, Reply, Request, Unanswered
@@ -383,6 +383,16 @@ class TestReplicas:
         play >> ask("r1", [], tokens=1000)
         _, announced = play.take()
         (stage(machine=conductor("c2")) >> announced.message).done()
+
+
+def test_a_bus_that_is_away_is_nobodys_silence() -> None:
+    play = stage(hello("p1"), hello("d1", "decode"), suspect_after_s=2.0, dead_after_s=8.0)
+    for _ in range(100):
+        play >> Deaf() >> after(0.25)
+    play >> Reconnected() << like(Publish, address="rollcall")
+    play >> after(1.0)
+    play.done()
+    assert [state.state for state in workers(play).workers] == ["alive", "alive"]
 
 
 def test_the_same_events_give_the_same_decisions() -> None:
