@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 
 from services.store_manager.core import effects as do
 from services.store_manager.core.events import (
+    Deaf,
     Draining,
     Entry,
     Fetched,
@@ -58,6 +59,8 @@ QUERIES = 4
 """Most catalog queries answered at a time."""
 DATABASE_CONNECTIONS = QUERIES + 3
 """Queries, and one write, one reconciliation and one marking."""
+_LOOK_EVERY_S = 0.25
+"""Pause between two looks at the connection: shorter than any silence that makes a worker suspect."""
 PENDING_EVERY_S = 5.0
 """Least pause between two looks at how far behind the feed we are."""
 
@@ -103,13 +106,15 @@ class StoreManagerShell:
         self._bus.on_reconnect(self._reconnected)
         self._driver.feed(Started())
         running = asyncio.create_task(self._driver.run(), name="store-manager machine")
+        watching = asyncio.create_task(self._watch(), name="store-manager connection")
         try:
             yield running
         finally:
             for subscription in subscriptions:
                 await subscription.close()
             running.cancel()
-            await asyncio.wait({running})
+            watching.cancel()
+            await asyncio.wait({running, watching})
 
     async def drain(self) -> None:
         """Takes nothing new and writes what is held, unless Postgres is away: then it will be delivered again."""
@@ -123,6 +128,12 @@ class StoreManagerShell:
 
     async def _reconnected(self) -> None:
         await self._driver.put(Reconnected())
+
+    async def _watch(self) -> None:
+        while True:
+            if not self._bus.connected:
+                self._driver.feed(Deaf())
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     # Effects.
 

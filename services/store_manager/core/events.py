@@ -21,6 +21,10 @@ class Started(msgspec.Struct, frozen=True):
     """The shell is up: begin."""
 
 
+class Deaf(msgspec.Struct, frozen=True):
+    """The bus is away; comes again and again until it is back."""
+
+
 class Reconnected(msgspec.Struct, frozen=True):
     """The bus was away and is back: what was said meanwhile was not heard."""
 

@@ -17,8 +17,9 @@ acknowledgement, comes again, and the catalog takes repetition in any order.
 
 Splitting finds the one message that Postgres refuses among a thousand good ones, so that it cannot stop the feed.
 
-**Workers.** ``Membership`` says who is alive. States of lives in the catalog are *levels*, not edges: ``Mark``
-carries everybody who is heard, so a lost or failed one is repaired by the next.
+**Workers.** ``Membership`` says who is alive; while the bus is away, nobody's silence counts. States of lives in the
+catalog are *levels*, not edges: ``Mark`` carries everybody who is heard, so a lost or failed one is repaired by the
+next.
 
 **Inventories.** A worker's copies are compared with what it says it holds: soon after it joins or is heard again,
 soon after its news showed a hole, and every ``reconcile_s``. One worker at a time, and not while Postgres is away.
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 
 from services.store_manager.core import effects as do
 from services.store_manager.core.events import (
+    Deaf,
     Draining,
     Entry,
     Fetched,
@@ -53,8 +55,8 @@ from shared.membership import Change, Changed, Conflict, Joined, Membership, Unk
 from shared.messages import Bye, Hello, Load
 
 Event = (
-    Started | Reconnected | Draining | Fetched | FetchFailed | Written | WriteFailed | Reconciled | ReconcileFailed
-    | Marked | MarkFailed | Hello | Load | Bye | Woke
+    Started | Deaf | Reconnected | Draining | Fetched | FetchFailed | Written | WriteFailed | Reconciled
+    | ReconcileFailed | Marked | MarkFailed | Hello | Load | Bye | Woke
 )
 
 ROLL_PAUSE_S = 1.0
@@ -131,7 +133,10 @@ class StoreManager:
                 # Nobody is taken for dead before everybody had the time to be heard.
                 self._mark_wanted, self._mark_not_before_s = True, now + self.policy.dead_after_s
                 self._call_roll(out, now)
+            case Deaf():
+                self._membership.deaf(now=now)
             case Reconnected():
+                self._membership.deaf(now=now)
                 self._call_roll(out, now)
             case Draining():
                 self._draining = True

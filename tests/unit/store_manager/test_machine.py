@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.store_manager.core import effects as do
 from services.store_manager.core.events import (
+    Deaf,
     Draining,
     Entry,
     Fetched,
@@ -251,6 +252,19 @@ def test_byes_and_no_comparison_while_postgres_is_away(workers: Play) -> None:
     workers.at(1.2, WriteFailed("away"))
     assert {effect for _, effect in workers.until(1.2, 6.0, "a")} == {do.Write((1,))}
     assert workers.at(6.1, Written()) == [do.Ack((1,)), do.Reconcile(("a", "1"))]
+
+
+def test_nobody_dies_while_the_bus_is_away(workers: Play) -> None:
+    workers.leave_out = (do.Fetch, do.CallRoll, do.Reconcile)
+    workers.at(0.5, hello("a"))
+    workers.until(0.5, 8.0, "a")
+    workers.at(8.1, Marked())
+    for now in range(9, 40):
+        assert workers.at(float(now), Deaf()) == []
+    workers.at(40.0, Reconnected())
+    assert workers.until(40.0, 48.0) == []
+    assert [effect for _, effect in workers.until(48.0, 48.5)] == [
+        do.Mark((), ((("a", "1"), "silent for 8.5 s"),))], "its silence began anew"
 
 
 def test_what_nobody_knows_is_a_bug(workers: Play) -> None:
