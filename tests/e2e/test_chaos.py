@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import pytest_asyncio
 
 from shared.bus.bus import Delivery
-from shared.bus.subjects import BLOCKS, KV_STORED, STATS, WORKERS
+from shared.bus.subjects import DONE, KV_STORED, LINEAGE, STATS, WORKERS
 from shared.errors import BusError
-from shared.messages import BlocksQuery, StatsQuery, StatsReply, WorkersQuery
+from shared.messages import LineageQuery, LineageReply, RequestDone, StatsQuery, StatsReply, WorkersQuery
 from tests.support.eventually import eventually
 from tests.support.stack import RunningStack, running_stack
 
@@ -132,10 +136,7 @@ async def test_a_killed_process_loses_no_request_silently(stack: RunningStack, v
     if victim in ("conductor", "store-manager", "prefill-1"):
         # Placed again, or never needed: the client sees a pause at most.
         assert not load.outcomes.broken and not load.outcomes.refused, load.outcomes
-    async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"{stack.url}/metrics", timeout=5)).text
-    in_flight = [line for line in metrics.splitlines() if line.startswith("moonbus_gateway_in_flight_requests ")]
-    assert in_flight == ["moonbus_gateway_in_flight_requests 0.0"]
+    assert await _metric(stack.url, "moonbus_gateway_in_flight_requests") == 0
 
 
 async def test_a_worker_that_stands_still_for_three_seconds_keeps_its_blocks(stack: RunningStack) -> None:
@@ -181,27 +182,29 @@ async def _equal(ask: object, expected: dict[str, int]) -> bool:
 
 async def test_without_postgres_requests_go_on_and_the_catalog_catches_up(stack: RunningStack) -> None:
     await stack.whole()
-    announced: set[bytes] = set()
+    #: {key of an announced block: its parent's}
+    announced: dict[bytes, bytes] = {}
 
     async def note(delivery: Delivery) -> None:
-        announced.update(block.key for block in delivery.message.blocks)
+        announced.update((block.key, block.parent) for block in delivery.message.blocks)
 
-    listening = await stack.bus.subscribe(KV_STORED.any(), note)
-    # Stopped, not killed: the supervisor would start a killed one again at once.
-    postgres = stack.pid("postgres")
-    stack.kill("postgres", signal.SIGSTOP)
-    try:
+    asked = itertools.count()
+
+    async def ask_on() -> None:
         async with stack.client() as client:
-            for n in range(12):
+            while len(announced) < 300:
                 answer = await client.chat.completions.create(
                     model=stack.model, temperature=0, max_tokens=20, extra_body={"ignore_eos": True},
-                    messages=[{"role": "user", "content": f"Outage {n}. " + "Nothing is written down. " * 8}])
+                    messages=[{"role": "user", "content": f"Outage {next(asked)}. " + "Nothing is written. " * 20}])
                 assert answer.choices[0].finish_reason == "length"
-    finally:
-        stack.kill("postgres", signal.SIGCONT)
-    assert stack.pid("postgres") == postgres
+
+    listening = await stack.bus.subscribe(KV_STORED.any(), note)
+    async with stopped_postgres(stack):
+        written = await _blocks_written(stack)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(ask_on() for _ in range(3)))
+        assert await _blocks_written(stack) == written, "Postgres was away"
     await listening.close()
-    assert len(announced) > 50
 
     async def caught_up() -> bool:
         try:
@@ -211,12 +214,83 @@ async def test_without_postgres_requests_go_on_and_the_catalog_catches_up(stack:
         return isinstance(reply, StatsReply) and reply.feed_pending == 0
 
     await eventually(caught_up, "the feed is written", timeout_s=60)
-    assert await _catalogued(stack) >= announced
+    for deepest in announced.keys() - set(announced.values()):
+        lineage = await stack.bus.request(LINEAGE.at(), LineageQuery(key_hex=deepest.hex()), timeout_s=20)
+        assert isinstance(lineage, LineageReply), lineage
+        assert [block.depth for block in lineage.blocks] == list(range(len(lineage.blocks))), "the chain has no hole"
+        for block in lineage.blocks:
+            announced.pop(block.key, None)
+    assert not announced, "all of it is in the catalog"
 
 
-async def _catalogued(stack: RunningStack) -> set[bytes]:
-    reply = await stack.bus.request(BLOCKS.at(), BlocksQuery(limit=10_000, all=True), timeout_s=20)
-    return {block.key for block in reply.blocks}
+@asynccontextmanager
+async def stopped_postgres(stack: RunningStack) -> AsyncIterator[None]:
+    """Stops Postgres, the processes of open connections too; not killed, or the supervisor would start it again."""
+    postgres = psutil.Process(stack.pid("postgres"))
+    postgres.suspend()  # first, so that it starts no more of them
+    others = postgres.children(recursive=True)
+    try:
+        for process in others:
+            process.suspend()
+        yield
+    finally:
+        for process in (*others, postgres):
+            process.resume()
+    assert stack.pid("postgres") == postgres.pid
+
+
+async def _blocks_written(stack: RunningStack) -> float:
+    """Rows of blocks that the store-manager has written in its life."""
+    unit = stack.state.unit("store-manager")
+    assert unit is not None
+    return await _metric(f"http://{unit.admin}", 'moonbus_store_rows_written_total{table="kv_block"}')
+
+
+async def _metric(url: str, name: str) -> float:
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{url}/metrics", timeout=5)).text
+    return next(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+async def test_nothing_runs_on_for_a_client_that_has_gone(stack: RunningStack, stream: bool) -> None:
+    await stack.whole()
+    await eventually(lambda: _idle(stack), "nothing is left of earlier tests", timeout_s=10)
+    ends: list[RequestDone] = []
+
+    async def note(delivery: Delivery) -> None:
+        ends.append(delivery.message)
+
+    listening = await stack.bus.subscribe(DONE.any(), note)
+    question: dict[str, Any] = {"model": stack.model, "messages": [{"role": "user", "content": "And then?"}],
+                                "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        if stream:
+            async with client.stream("POST", "/v1/chat/completions", json=question) as answer:
+                chunks = (line async for line in answer.aiter_lines() if line.startswith("data: "))
+                for _ in range(5):
+                    await anext(chunks)
+        else:
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=question))
+            await eventually(lambda: _decoding(stack), "it runs", timeout_s=10)
+            asking.cancel()
+            await asyncio.wait({asking})
+            assert asking.cancelled()
+    await eventually(lambda: _idle(stack), "everybody has freed what it held", timeout_s=1)
+    await eventually(lambda: ends, "its end is told")
+    await listening.close()
+    assert [end.outcome for end in ends] == ["cancelled"]
+
+
+async def _decoding(stack: RunningStack) -> bool:
+    return any(w.load is not None and w.hello.role == "decode" and w.load.running
+               for w in (await stack.workers()).workers)
+
+
+async def _idle(stack: RunningStack) -> bool:
+    workers = (await stack.workers()).workers
+    return (await _metric(stack.url, "moonbus_gateway_in_flight_requests") == 0
+            and all(w.load is not None and w.load.queued == w.load.running == 0 for w in workers if w.state == "alive"))
 
 
 async def test_a_worker_of_another_kind_is_refused_by_name(stack: RunningStack) -> None:
