@@ -106,8 +106,9 @@ KV_STORED = Subject("kv.{worker}.stored", m.Stored, stream="KV", speaks="worker"
                     about="blocks became reusable")
 KV_EVICTED = Subject("kv.{worker}.evicted", m.Evicted, stream="KV", speaks="worker", hears="conductor, store-manager",
                      about="blocks are gone")
-KV_SYNC = Subject("kv.{worker}.sync", m.Since, m.SyncEvents | m.SnapshotPage, speaks="conductor, store-manager",
-                  hears="that worker", about="what did I miss?")
+KV_SYNC = Subject("kv.{worker}.sync", m.Since, m.SyncEvents | m.SnapshotPage,
+                  speaks="gateway, conductor, store-manager", hears="that worker",
+                  about="what did I miss? A gateway only wants to know whether anybody answers")
 
 TOKENS = Subject("gateway.{gateway}.tokens", m.TokenBatch, speaks="decode, prefill", hears="that gateway",
                  about="tokens and failures")
