@@ -20,7 +20,8 @@ class StackSettings(CommonSettings, frozen=True):
     """What the launcher takes, and every command that looks for the stack it runs."""
 
     data_dir: Annotated[
-        str, Meta(description="Directory of the embedded stack: its servers' data, logs, spans. MOONBUS_DATA_DIR also tells the other commands.")
+        str, Meta(description="Directory of the embedded stack: its servers' data, logs, spans. "
+                              "MOONBUS_DATA_DIR also tells the other commands.")
     ] = ".moonbus"
 
     def data_path(self) -> Path:

@@ -231,6 +231,10 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error))
     except BusError as error:
         _fail(f"{error}; is the stack running?")
+    except OSError as error:
+        if error.filename is None:
+            _fail(f"this is a bug: {type(error).__name__}: {error} (stack trace: {_save_trace()})")
+        _fail(f"{error.filename}: {error.strerror}; choose another place or give this user access to it")
     except Exception as error:
         _fail(f"this is a bug: {type(error).__name__}: {error} (stack trace: {_save_trace()})")
 

@@ -18,18 +18,24 @@ KEY_DIGITS = 12
 def lineage_table(reply: LineageReply, *, merged: bool = False) -> Table:
     """The chain, root first; ``merged`` shows neighbours of the same story as one row."""
     asked = reply.blocks[-1].key.hex()[:KEY_DIGITS] if reply.blocks else "nothing"
-    table = Table("depth", "key", "made by", "at", Column("for request", no_wrap=True, max_width=16),
+    table = Table("depth", "key", "first made by", "at", Column("for request", no_wrap=True, max_width=16),
                   Column("copies now", no_wrap=True), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
                   title=f"Lineage of {asked}", title_justify="left",
-                  caption=f"{reply.descendants} blocks continue it", caption_justify="left")
+                  caption=f"blocks that continue it: {reply.descendants}", caption_justify="left")
     for _, run in itertools.groupby(reply.blocks, key=_story if merged else lambda block: block.key):
         blocks = list(run)
         first, last = blocks[0], blocks[-1]
         table.add_row(
             str(first.depth) if first is last else f"{first.depth}-{last.depth}", last.key.hex()[:KEY_DIGITS],
-            first.created_by, time.strftime("%H:%M:%S", time.localtime(first.created_at_s)), first.request,
+            first.created_by, _moment(first.created_at_s), first.request,
             copies(first.replicas, separator="\n"))
     return table
+
+
+def _moment(at_s: float) -> str:
+    """The time of day, or the day when it was another one."""
+    then, today = time.localtime(at_s), time.localtime()
+    return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d", then)
 
 
 def copies(replicas: Sequence[ReplicaRow], *, separator: str = ", ", sources: bool = True) -> str:

@@ -49,7 +49,9 @@ class Unit:
     kind: Literal["server", "task", "service"]
     argv: tuple[str, ...] = ()
     env: Mapping[str, str | Fact] = field(default_factory=dict)
-    """What is added to the launcher's own environment."""
+    """What holds it together with the others; wins over the launcher's own environment."""
+    defaults: Mapping[str, str | Fact] = field(default_factory=dict)
+    """What the launcher would choose; a value of the same name in its own environment wins."""
     after: tuple[str, ...] = ()
     start_timeout_s: float = SERVICE_START_S
     essential: bool = True
@@ -58,36 +60,38 @@ class Unit:
     """Neighbours in the plan with the same word here are stopped together; empty for the service's own name."""
 
 
-def plan_stack(settings: Settings, resources: Resources, *, python: str) -> tuple[Unit, ...]:
-    """The embedded stack; ``python`` is the interpreter the services run under."""
+def plan_stack(settings: Settings, resources: Resources, *, python: str, socket_dir: str = "") -> tuple[Unit, ...]:
+    """The embedded stack; ``python`` is the interpreter the services run under, workers meet in ``socket_dir``."""
     nats, postgres = Fact("nats", "url"), Fact("postgres", "url")
     workers = settings.prefill + settings.decode
     threads = settings.threads or max(1, resources.cores // workers)
     pool_bytes = settings.pool_bytes or pool_share(resources.memory_bytes, workers)
 
-    def service(name: str, of: str, *, after: tuple[str, ...], env: Mapping[str, str | Fact],
-                start_timeout_s: float = SERVICE_START_S) -> Unit:
+    def service(name: str, of: str, *, after: tuple[str, ...], env: Mapping[str, str | Fact] | None = None,
+                defaults: Mapping[str, str | Fact] | None = None, start_timeout_s: float = SERVICE_START_S) -> Unit:
         common: dict[str, Any] = {
             "nats_url": nats,
             "cache_dir": settings.cache_path(),
             "trace_file": settings.trace_path,
             "admin_host": "127.0.0.1",
             "admin_port": 0,
-            **{name: getattr(settings, name) for name in PASSED_ON},
         }
+        chosen = {name: getattr(settings, name) for name in PASSED_ON}
         return Unit(
             name=name, service=of, kind="service", argv=(python, "-m", "services.cli", "serve", of),
-            env={**environment(of, common), **env}, after=after, start_timeout_s=start_timeout_s,
+            env={**environment(of, common), **(env or {})},
+            defaults={**environment(of, chosen), **(defaults or {})}, after=after, start_timeout_s=start_timeout_s,
             essential=of in ESSENTIAL, stops_with="workers" if of in WORKERS else "",
         )
 
     def worker(role: str, number: int) -> Unit:
         name = f"{role}-{number}"
-        own = {"worker_id": name, "model": settings.model, "block_tokens": settings.block_tokens,
-               "threads": threads, "pool_bytes": pool_bytes}
+        own = {"worker_id": name, "model": settings.model}
+        chosen = {"block_tokens": settings.block_tokens, "threads": threads, "pool_bytes": pool_bytes,
+                  "transfer_socket_dir": socket_dir}
         omp = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        return service(name, role, after=("nats",), env={**environment(role, own), **omp},
-                       start_timeout_s=WORKER_START_S)
+        return service(name, role, after=("nats",), env=environment(role, own),
+                       defaults={**environment(role, chosen), **omp}, start_timeout_s=WORKER_START_S)
 
     return (
         Unit("nats", "nats", "server"),
@@ -96,7 +100,7 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str) -> tupl
              after=("postgres",), env=environment("store-manager", {"postgres_url": postgres})),
         service("store-manager", "store-manager", after=("nats", "migrate"),
                 env=environment("store-manager", {"postgres_url": postgres})),
-        service("conductor", "conductor", after=("nats",), env={}),
+        service("conductor", "conductor", after=("nats",)),
         *(worker("prefill", number) for number in range(1, settings.prefill + 1)),
         *(worker("decode", number) for number in range(1, settings.decode + 1)),
         service("gateway", "gateway", after=("nats",),

@@ -8,8 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -124,13 +125,22 @@ async def _run(settings: Settings, model: ModelDir, body: Callable[[Stack], Awai
     started_at_s = time.time()
     serving = False
 
+    unwritten = ""
+
     def changed() -> None:
+        nonlocal unwritten
         views = supervisor.views()
         watcher.changed(views)
-        state.write(settings.data_path(), _state(settings, model, started_at_s, serving, supervisor, views))
+        try:
+            state.write(settings.data_path(), _state(settings, model, started_at_s, serving, supervisor, views))
+        except OSError as error:  # others find a stack that is not quite this one; serving goes on
+            if unwritten != str(error):
+                watcher.news(f"{settings.data_path()} cannot be written: {error.strerror or error}; free some space")
+            unwritten = str(error)
 
+    sockets = tempfile.TemporaryDirectory(prefix="moonbus-", ignore_cleanup_errors=True)
     supervisor = Supervisor(
-        plan_stack(settings, measure(), python=sys.executable),
+        plan_stack(settings, measure(), python=sys.executable, socket_dir=sockets.name),
         log_dir=settings.log_path,
         servers={
             "nats": lambda: embedded.nats_server(settings.data_path() / "nats"),
@@ -154,6 +164,12 @@ async def _run(settings: Settings, model: ModelDir, body: Callable[[Stack], Awai
         changed()
         return await body(stack)
 
+    with sockets:
+        return await _work(supervisor, work)
+
+
+async def _work(supervisor: Supervisor, work: Callable[[], Coroutine[None, None, int]]) -> int | None:
+    """``work`` on the supervised stack, which is stopped afterwards; ``None`` when a signal ended it."""
     async with supervisor, stop_signals(supervisor.kill) as stopping:
         working = asyncio.create_task(work(), name="work with the stack")
         interrupted = asyncio.create_task(stopping.wait(), name="wait for a signal")

@@ -124,10 +124,11 @@ def summary(stack: Stack, took_s: float) -> RenderableType:
     ):
         facts.add_row(f"[dim]{name}[/]", value)
     curl = (f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '"
-            f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}\'')
+            f'{{"model": "{model}", "stream": true, "temperature": 0, '
+            f'"messages": [{{"role": "user", "content": "Hello"}}]}}\'')
     python = (f'from openai import OpenAI\n'
               f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
-              f'answer = client.chat.completions.create(model="{model}",\n'
+              f'answer = client.chat.completions.create(model="{model}", temperature=0,\n'
               f'    messages=[{{"role": "user", "content": "Hello"}}])\n'
               f'print(answer.choices[0].message.content)')
     return Group(

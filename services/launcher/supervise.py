@@ -240,7 +240,7 @@ class Supervisor:
             self._set(running, "ready")
             quick_crashes, began_s = 0, time.monotonic()
             while not await _happens(running.stop, timeout_s=_WATCH_S):
-                if server.running:
+                if server.running or self._hurry.is_set():
                     continue
                 quick_crashes = self._count_crash(quick_crashes, began_s)
                 delay_s = self._rule.delay_s(quick_crashes)
@@ -284,7 +284,7 @@ class Supervisor:
             self._set(running, "starting" if not running.restarts else "restarting")
             began_s = time.monotonic()
             became_ready, why = await self._one_life(running, rotate=not running.restarts)
-            if running.stop.is_set():
+            if running.stop.is_set() or self._hurry.is_set():
                 self._set(running, "stopped")
                 return
             if not became_ready and not self._started:
@@ -311,7 +311,7 @@ class Supervisor:
 
     async def _one_life(self, running: _Running, *, rotate: bool) -> tuple[bool, str]:
         """One process from start to end: whether it became ready, and how it ended, for a person."""
-        came_up = asyncio.Event()
+        came_up, began_s = asyncio.Event(), time.monotonic()
         with _open_log(running.log_path, rotate=rotate) as sink:
             process = await self._spawn(running, sink)
             pump = asyncio.create_task(
@@ -326,6 +326,9 @@ class Supervisor:
                 if came_up.is_set():
                     running.ready.set()
                     self._set(running, "ready")
+                    if running.restarts:
+                        self._on_news(f"{running.unit.name} is ready again after "
+                                      f"{format_seconds(time.monotonic() - began_s)}")
                 code = await exited
                 return came_up.is_set(), _how_it_ended(code)
             finally:
@@ -335,11 +338,12 @@ class Supervisor:
 
     async def _spawn(self, running: _Running, sink: BinaryIO) -> asyncio.subprocess.Process:
         unit = running.unit
+        defaults = {name: self._resolve(value) for name, value in unit.defaults.items()}
         env = {name: self._resolve(value) for name, value in unit.env.items()}
         running.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *unit.argv, env={**os.environ, **env},
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=sink.fileno(),
-            process_group=0,
+            sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *unit.argv,
+            env={**defaults, **os.environ, **env}, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            stderr=sink.fileno(), process_group=0,
         )
         self._on_change()
         return running.process
@@ -460,8 +464,8 @@ async def _pump(process: asyncio.subprocess.Process, running: _Running, sink: Bi
             running.facts = facts
             came_up.set()
         else:
-            sink.write(line)
-            sink.flush()
+            with contextlib.suppress(OSError):  # a full disk loses the line, not the service
+                sink.write(line)
 
 
 def _ready_facts(line: bytes) -> dict[str, Any] | None:

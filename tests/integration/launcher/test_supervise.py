@@ -137,7 +137,30 @@ async def test_a_crashed_service_comes_back_under_its_name(tmp_path: Path) -> No
         await until(lambda: view(supervisor, "prefill-1").restarts == 1
                     and view(supervisor, "prefill-1").state == "ready")
         assert view(supervisor, "prefill-1").pid not in (0, first)
-    assert news == ["prefill-1 was ended by SIGKILL; starting it again in 10.0 ms"]
+    assert news[0] == "prefill-1 was ended by SIGKILL; starting it again in 10.0 ms"
+    assert news[1].startswith("prefill-1 is ready again after ")
+
+
+async def test_a_setting_of_the_person_who_starts_it_wins_over_what_the_launcher_would_choose(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONBUS_A_THREADS", "7")
+    monkeypatch.setenv("MOONBUS_A_WORKER_ID", "mine")
+    code = "import os; print('{\"ready\": \"a\", \"env\": \"%s %s %s\"}' % tuple(map(os.environ.get, " \
+        "('MOONBUS_A_THREADS', 'MOONBUS_A_POOL', 'MOONBUS_A_WORKER_ID'))), flush=True); import signal; signal.pause()"
+    unit = child("a", code, env={"MOONBUS_A_WORKER_ID": "a"},
+                 defaults={"MOONBUS_A_THREADS": "1", "MOONBUS_A_POOL": "2"})
+    async with Supervisor((unit,), log_dir=tmp_path, servers={}) as supervisor:
+        await supervisor.start()
+        assert supervisor.facts("a")["env"] == "7 2 a"
+
+
+async def test_killing_everything_starts_nothing_again(tmp_path: Path) -> None:
+    news: list[str] = []
+    async with Supervisor((child("a", STAY), child("b", STAY)), log_dir=tmp_path, servers={}, rule=QUICK,
+                          on_news=news.append) as supervisor:
+        await supervisor.start()
+        supervisor.kill()
+    assert news == []
 
 
 async def test_an_essential_service_that_keeps_crashing_ends_the_stack(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_lineage_merges_neighbours_of_one_story() -> None:
     reply = LineageReply(blocks=blocks, descendants=4)
     merged = drawn(lineage_table(reply, merged=True))
     assert "0-1" in merged and "prefill-2 ← prefill-1" in merged and "decode-1" not in merged
-    assert "decode-2 (ssd)" in merged and "4 blocks continue it" in merged
+    assert "decode-2 (ssd)" in merged and "blocks that continue it: 4" in merged
     assert "0-1" not in drawn(lineage_table(reply))
 
 

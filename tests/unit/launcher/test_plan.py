@@ -33,19 +33,19 @@ def test_workers_do_not_wait_for_postgres() -> None:
 
 
 def test_workers_get_their_id_their_share_of_the_cores_and_of_the_memory() -> None:
-    env = stack()["decode-2"].env
-    assert env["MOONBUS_DECODE_WORKER_ID"] == "decode-2"
-    assert env["MOONBUS_DECODE_THREADS"] == env["OMP_NUM_THREADS"] == "2"
-    assert env["MOONBUS_DECODE_POOL_BYTES"] == str(2**30)
-    assert env["MOONBUS_DECODE_NATS_URL"] == Fact("nats", "url")
+    unit = stack()["decode-2"]
+    assert unit.env["MOONBUS_DECODE_WORKER_ID"] == "decode-2"
+    assert unit.env["MOONBUS_DECODE_NATS_URL"] == Fact("nats", "url")
+    assert unit.defaults["MOONBUS_DECODE_THREADS"] == unit.defaults["OMP_NUM_THREADS"] == "2"
+    assert unit.defaults["MOONBUS_DECODE_POOL_BYTES"] == str(2**30)
 
 
 def test_a_worker_has_at_least_one_thread() -> None:
-    assert stack(Resources(cores=2, memory_bytes=2**30))["prefill-1"].env["MOONBUS_PREFILL_THREADS"] == "1"
+    assert stack(Resources(cores=2, memory_bytes=2**30))["prefill-1"].defaults["MOONBUS_PREFILL_THREADS"] == "1"
 
 
 def test_given_numbers_win() -> None:
-    env = stack(threads=3, pool_bytes=123)["prefill-1"].env
+    env = stack(threads=3, pool_bytes=123)["prefill-1"].defaults
     assert (env["MOONBUS_PREFILL_THREADS"], env["MOONBUS_PREFILL_POOL_BYTES"]) == ("3", "123")
 
 
