@@ -169,7 +169,7 @@ async def _lock(what: str, directory: Path) -> int:
             raise
 
 
-def _refuse_taken(what: str, port: int, setting: str) -> None:
+def _refuse_taken(what: str, port: int) -> None:
     """Raises ``UserError`` when somebody listens on ``port`` already."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,8 +177,8 @@ def _refuse_taken(what: str, port: int, setting: str) -> None:
             probe.bind((HOST, port))
         except OSError as error:
             why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-            raise UserError(f"port {HOST}:{port} for {what} {why}; stop what uses it or choose another with "
-                            f"{setting}") from error
+            raise UserError(f"port {HOST}:{port} for {what} {why}; stop what uses it, or start `moonbus up` anew, "
+                            "which takes a free one") from error
 
 
 async def _start_on_some_port(port: int, start: Callable[[int], Awaitable[_Process]]) -> tuple[_Process, int]:
@@ -225,7 +225,7 @@ class NatsServer:
             return
         self._data_dir.mkdir(parents=True, exist_ok=True)
         if self._port:
-            _refuse_taken("NATS", self._port, "MOONBUS_NATS_PORT")
+            _refuse_taken("NATS", self._port)
         lock = await _lock("NATS", self._data_dir)
         try:
             self._process, self._port = await _start_on_some_port(self._port, lambda port: self._spawn(port, lock))
@@ -343,7 +343,7 @@ class Postgres:
         if self.running:
             return
         if self._port:
-            _refuse_taken("Postgres", self._port, "MOONBUS_POSTGRES_PORT")
+            _refuse_taken("Postgres", self._port)
         place = await asyncio.to_thread(_place, self._data_dir, self._install)
         lock = await _lock("Postgres", place.directory)
         try:
@@ -475,7 +475,7 @@ def _unprivileged(data_dir: Path) -> _Account:
             continue
         return _Account(found.pw_name, found.pw_uid, found.pw_gid)
     raise UserError("Postgres cannot run as root and there is no account `postgres` or `nobody`; run moonbus as "
-                    "another user, or set MOONBUS_POSTGRES_URL to a Postgres of yours")
+                    "another user, or make the account: `useradd --system postgres`")
 
 
 def _existing_parent(path: Path) -> Path:

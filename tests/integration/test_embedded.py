@@ -105,10 +105,10 @@ async def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"port 127\.0\.0\.1:{port} for NATS is taken; "):
+        with pytest.raises(UserError, match=rf"port 127\.0\.0\.1:{port} for NATS is taken; .*`moonbus up` anew"):
             async with embedded.nats_server(tmp_path / "nats", port=port):
                 pass
-        with pytest.raises(UserError, match=rf"port 127\.0\.0\.1:{port} for Postgres is taken; "):
+        with pytest.raises(UserError, match=rf"port 127\.0\.0\.1:{port} for Postgres is taken; .*`moonbus up` anew"):
             async with embedded.postgres_server(tmp_path / "postgres", port=port):
                 pass
 
@@ -183,6 +183,19 @@ async def test_the_servers_of_a_killed_parent_end_and_their_data_can_be_used_at_
     async with embedded.nats_server(place / "nats"), embedded.postgres_server(place / "postgres") as postgres:
         assert await ask(postgres.url, "SELECT 1") == 1
     await eventually(lambda: not any(server.is_running() for server in servers), timeout_s=10.0)
+
+
+@as_root
+async def test_root_without_an_account_for_postgres_hears_how_to_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr("pwd.getpwnam", missing)
+    with pytest.raises(UserError, match=r"no account `postgres` or `nobody`; .*useradd --system postgres"):
+        async with embedded.postgres_server(tmp_path / "postgres"):
+            pass
 
 
 @as_root
