@@ -96,6 +96,8 @@ async def stage_with(nats_url: str, tmp_path: Path) -> AsyncIterator[Open]:
                                       Tokenizer.from_file(str(path / "tokenizer.json")))
                         if wait:
                             await eventually(lambda: not gateway.roster.why_not_ready(), "the gateway to be ready")
+                            await eventually(lambda: all(
+                                member.load for member in gateway.roster.membership.members.values()), "heartbeats")
                         yield stage
 
     yield opened
