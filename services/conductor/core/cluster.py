@@ -78,6 +78,8 @@ class Worker:
     prefilled_s: float = -math.inf
     #: smoothed seconds from prefilled to done on this decode worker; ``None`` before the first
     residence_s: float | None = None
+    #: when its pace was learnt from last
+    taught_s: float = -math.inf
     #: answer length to expect of any request, in tokens
     answer_tokens: float = _FIRST_ANSWER_TOKENS
 
@@ -233,7 +235,7 @@ class Cluster:
 
     def progress(self, progress: Progress, now: float) -> None:
         """A stage of a job is over; its times teach the worker's costs."""
-        self._learn(progress)
+        self._learn(progress, now)
         job = self.jobs.get(progress.request)
         if job is None or job.attempt != progress.attempt or progress.worker not in (job.prefill, job.decode):
             return
@@ -250,18 +252,21 @@ class Cluster:
             case "finished" | "failed":
                 self.release(progress.request, now=now)
 
-    def _learn(self, progress: Progress) -> None:
+    def _learn(self, progress: Progress, now: float) -> None:
         worker, stages = self.workers.get(progress.worker), progress.stages
         if worker is None:
             return
         if progress.stage == "prefilled" and stages is not None:
-            worker.costs.observe_prefill(stages.prefill_s, num_tokens=progress.num_tokens, hit_tokens=stages.hit_tokens)
+            if worker.costs.observe_prefill(
+                    stages.prefill_s, num_tokens=progress.num_tokens, hit_tokens=stages.hit_tokens):
+                worker.taught_s = now
             job = self.jobs.get(progress.request)
             if stages.fetched_bytes and job is not None and job.fetch_same_host is not None:
                 worker.costs.observe_transfer(stages.fetch_s, stages.fetched_bytes + job.fetch_ahead_bytes,
                                               same_host=job.fetch_same_host)
-        elif progress.stage == "finished":
-            worker.costs.observe_step(progress.step_s, batch=progress.batch, context_tokens=progress.context_tokens)
+        elif progress.stage == "finished" and worker.costs.observe_step(
+                progress.step_s, batch=progress.batch, context_tokens=progress.context_tokens):
+            worker.taught_s = now
 
     def load(self, load: Load, now: float) -> None:
         """A heartbeat corrects what is believed of the worker; one of an earlier life, or below zero, does not."""

@@ -17,10 +17,12 @@ otherwise all pick the same worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
@@ -96,7 +98,10 @@ class Placer:
         if not usable.prefill or not usable.decode:
             return reasons.no_worker(prefill=len(usable.prefill), decode=len(usable.decode), excluded=usable.excluded,
                                      retry_after_s=self._policy.suspect_after_s)
-        options = [option for worker in usable.prefill for option in self._options(ask, worker, cluster, match, now)]
+        known = self._known(usable.prefill, now, key=lambda costs: costs.prefill_s(
+            num_tokens=ask.num_tokens, hit_tokens=0))
+        options = [option for worker in usable.prefill
+                   for option in self._options(ask, worker, cluster, match, known, now)]
         options.sort(key=lambda option: option.ttft_s)
         candidates = [option.candidate() for option in options[:self._policy.candidates]]
         prefill = self._draw([option for option in options if option.queue_s <= self._policy.max_queue_s])
@@ -125,13 +130,29 @@ class Placer:
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
             predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode.tbt_s, candidates=candidates)
 
-    def _options(self, ask: PlaceRequest, worker: Worker, cluster: Cluster, match: Match, now: float) -> list[_Option]:
+    def _known(self, workers: Sequence[Worker], now: float, *, key: Callable[[Costs], float]) -> Costs | None:
+        """The costs of the best of ``workers`` whose pace was learnt lately; ``None`` when there is no such worker."""
+        lately = [worker.costs for worker in workers if now - worker.taught_s <= self._policy.trust_s]
+        return min(lately, key=key, default=None)
+
+    def _pace(self, worker: Worker, known: Costs | None, now: float, seconds: Callable[[Costs], float]) -> float:
+        """``seconds`` by the worker's own costs, or by those better known where its own are old and worse."""
+        own_s = seconds(worker.costs)
+        if known is None or now - worker.taught_s <= self._policy.trust_s:
+            return own_s
+        return min(own_s, seconds(known))
+
+    def _options(self, ask: PlaceRequest, worker: Worker, cluster: Cluster, match: Match, known: Costs | None,
+                 now: float) -> list[_Option]:
         """The best option without pulling on ``worker``, and the best with, when that is worth it."""
+        def prefill_s(hit_blocks: int) -> float:
+            hit_tokens = hit_blocks * worker.hello.spec.block_tokens
+            return self._pace(worker, known, now, lambda costs: costs.prefill_s(
+                num_tokens=ask.num_tokens, hit_tokens=hit_tokens))
+
         queue_s = worker.queue_s(now)
         own = match.own.get(worker.id, 0)
-        block_tokens = worker.hello.spec.block_tokens
-        alone = _Option(worker, own, (), queue_s, 0.0,
-                        worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=own * block_tokens))
+        alone = _Option(worker, own, (), queue_s, 0.0, prefill_s(own))
         pulls: list[_Option] = []
         sources: list[Source] = []
         end = own
@@ -141,9 +162,8 @@ class Placer:
                 break
             sources.append(source)
             end = source.first_block + source.num_blocks
-            pulls.append(_Option(
-                worker, own, tuple(sources), queue_s, self._transfer_s(worker, cluster, sources),
-                worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=end * block_tokens)))
+            pulls.append(_Option(worker, own, tuple(sources), queue_s, self._transfer_s(worker, cluster, sources),
+                                 prefill_s(end)))
         if not pulls:
             return [alone]
         pull = min(pulls, key=lambda option: option.compute_s)
@@ -171,13 +191,15 @@ class Placer:
         return worker.costs.transfer_s(nbytes + ahead_bytes, same_host=same_host is True)
 
     def _decode(self, ask: PlaceRequest, workers: Sequence[Worker], match: Match, now: float) -> _Decode | None:
+        known = self._known(workers, now, key=lambda costs: costs.step_s(batch=1, context_tokens=ask.num_tokens))
         found = []
         for worker in workers:
             wait_s = worker.slot_wait_s(now)
             needed = worker.needed_blocks(ask.num_tokens, ask.max_tokens)
             if wait_s <= self._policy.max_queue_s and needed <= worker.free_blocks():
                 batch = min(worker.batch() + 1, worker.hello.max_running)
-                tbt_s = worker.costs.step_s(batch=batch, context_tokens=worker.context_tokens() + ask.num_tokens)
+                tbt_s = self._pace(worker, known, now, partial(
+                    Costs.step_s, batch=batch, context_tokens=worker.context_tokens() + ask.num_tokens))
                 found.append(_Decode(worker, tbt_s, wait_s, match.own.get(worker.id, 0)))
         if not found:
             return None

@@ -33,6 +33,9 @@ class Policy:
     """Options this close to the best (relative) are equals; which one wins is drawn."""
     candidates: int = 16
     """Options reported with a decision, best first."""
+    trust_s: float = 15.0
+    """Time for which what was learnt of a worker's pace is taken as true. Older than that, a worker is thought no
+    slower than the best of those known better, so that one bad spell does not keep all work from it for ever."""
     settle_s: float = 2.0
     """Time after which a decision must show in the worker's own load, or it is not believed any more."""
     job_ttl_s: float = 600.0

@@ -256,3 +256,22 @@ def test_links_under_load_are_slower() -> None:
     play >> progress("r1", "p3", "prefilled") >> progress("r2", "p2", "prefilled")
     third = answer(play, ask("r3", chain("new", 1), exclude=[WorkerId("p1")]))
     assert third.predicted_queue_s == 0
+
+
+def test_a_bad_spell_long_ago_keeps_no_work_from_a_decode_worker() -> None:
+    play = stage(hello("p1"), hello("d1", "decode"), hello("d2", "decode"), trust_s=15.0,
+                 suspect_after_s=100.0, dead_after_s=200.0)
+
+    def finish(request: str, worker: str, step_s: float) -> None:
+        play >> progress(request, worker, "finished", batch=1, context_tokens=100, step_s=step_s)
+        play.take()
+
+    for n in range(6):
+        finish(f"slow{n}", "d2", 1.0)
+        finish(f"good{n}", "d1", 0.01)
+    assert answer(play, ask("now", chain("a", 1))).decode == "d1"
+    finish("now", "d1", 0.01)
+    play >> after(16)
+    play.take()
+    finish("later", "d1", 0.01)
+    assert {answer(play, ask(f"again{n}", chain("b", 1))).decode for n in range(4)} == {"d1", "d2"}
