@@ -242,7 +242,7 @@ class NatsServer:
 
     async def _spawn(self, port: int, lock: int) -> _Process:
         config = self._data_dir / "nats.conf"
-        config.write_text(self._config(port))
+        config.write_text(self._config(port), encoding="utf-8")
         process = _Process.spawn("NATS", [str(self._binary), "-c", str(config)], log=self._data_dir / "nats.log",
                                  lock=lock, death_signal=signal.SIGTERM)
         try:
@@ -262,8 +262,10 @@ class NatsServer:
             "write_deadline: \"10s\"",
         ]
         if self._jetstream:
+            # Its parser knows no \u escapes, which JSON has for what is not ASCII.
+            store_dir = json.dumps(str(self._data_dir), ensure_ascii=False)
             # A limit of our own: the default depends on the free disk, and a stream that does not fit is refused.
-            lines.append(f"jetstream {{ store_dir: {json.dumps(str(self._data_dir))}, max_mem: 64M, max_file: 8G }}")
+            lines.append(f"jetstream {{ store_dir: {store_dir}, max_mem: 64M, max_file: 8G }}")
         return "\n".join(lines) + "\n"
 
 

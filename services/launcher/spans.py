@@ -14,6 +14,8 @@ from shared.units import format_seconds
 
 _SHOWN_ATTRIBUTES = 4
 _WIDEST = 40
+_UNTOLD = frozenset({"request", "attempt", "candidates", "sources", "conductor", "why"})
+"""Attributes that say little in a line."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -70,7 +72,8 @@ def _line(span: Span, zero_s: float) -> Text:
     line.append(span.name, style="bold")
     line.append(f"  {span.instance or span.service}", style="cyan")
     line.append(f"  +{format_seconds(span.start_s - zero_s)}  {format_seconds(span.end_s - span.start_s)}")
-    shown = [f"{name}={_short(value)}" for name, value in list(span.attributes.items())[:_SHOWN_ATTRIBUTES]]
+    told = ((name.removeprefix("moonbus."), value) for name, value in span.attributes.items())
+    shown = [f"{name}={_short(value)}" for name, value in told if name not in _UNTOLD][:_SHOWN_ATTRIBUTES]
     line.append("  " + " ".join(shown), style="dim")
     return line
 

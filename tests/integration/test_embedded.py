@@ -100,6 +100,12 @@ async def test_postgres_makes_and_drops_databases_and_wants_its_password(postgre
         await ask(postgres.url.replace(password, "wrong"), "SELECT 1")
 
 
+async def test_a_data_directory_may_have_any_name(tmp_path: Path) -> None:
+    async with embedded.nats_server(tmp_path / 'Jörg "der" Ältere 時') as server:
+        async with NatsBus.connect(server.url, name="test") as bus:
+            await bus.ensure(STREAMS, CONSUMERS)
+
+
 async def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
