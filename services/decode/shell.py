@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from services.decode.settings import Settings
 from shared.bus.bus import Delivery
 from shared.bus.subjects import CANCEL, JOB, PROGRESS, TOKENS
 from shared.engine.thread import Work
-from shared.errors import BusError
+from shared.errors import BusError, NoResponders
 from shared.ids import BlockKey, GatewayId, OperationId
 from shared.kv import pack_tokens, unpack_keys, unpack_tokens
 from shared.messages import (
@@ -53,6 +53,10 @@ log = logging.getLogger(__name__)
 
 _RELEASE_PATIENCE_S = 2.0
 """How long a handover waits for the last writer to be done with our memory."""
+_LOOK_S = 1.0
+"""How often it is looked whether the gateways of our requests still listen."""
+_LOOKS = 3
+"""Looks in a row that must find nobody: a gateway that reconnects is away for a moment too."""
 
 
 @dataclass(eq=False)
@@ -119,11 +123,13 @@ class DecodeShell:
         try:
             async with asyncio.TaskGroup() as group:  # an engine loop that dies ends the worker, which is started again
                 stepping = group.create_task(self._run(), name="decode-steps")
+                looking = group.create_task(self._watch_gateways(), name="watch-gateways")
                 try:
                     yield
                 finally:
                     for subscription in subscriptions:
                         await subscription.close()
+                    looking.cancel()
                     stepping.cancel()
         finally:
             failures = [(request.message.gateway, self._failure(request, "stopped", f"{self._worker.id} stopped"))
@@ -252,6 +258,23 @@ class DecodeShell:
         for request in list(self._requests.values()):
             if request.message.request == cancel.request and cancel.attempt in (-1, request.message.attempt):
                 self._stop(request, cancel.reason)
+
+    async def _watch_gateways(self) -> None:
+        """Ends what was asked by a gateway that is gone: nobody would ever cancel it, or read it."""
+        missed: Counter[GatewayId] = Counter()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for gateway in {request.message.gateway for request in self._requests.values()}:
+                try:
+                    # Nobody answers this subject: a deadline that passes means that somebody listens.
+                    await self._worker.bus.request(TOKENS.at(gateway=gateway), TokenBatch(items=[]), timeout_s=_LOOK_S)
+                except NoResponders:
+                    missed[gateway] += 1
+                except BusError:
+                    del missed[gateway]
+                if missed[gateway] >= _LOOKS:
+                    for request in [r for r in self._requests.values() if r.message.gateway == gateway]:
+                        self._stop(request, "its gateway is gone")
 
     def _expire(self, operation: OperationId) -> None:
         request = self._requests.get(operation)

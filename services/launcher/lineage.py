@@ -19,9 +19,10 @@ def lineage_table(reply: LineageReply, *, merged: bool = False) -> Table:
     """The chain, root first; ``merged`` shows neighbours of the same story as one row."""
     asked = reply.blocks[-1].key.hex()[:KEY_DIGITS] if reply.blocks else "nothing"
     table = Table(
-        "depth", Column("key", no_wrap=True, min_width=KEY_DIGITS), Column("first by", no_wrap=True, min_width=9),
+        Column("depth", no_wrap=True, min_width=5),
+        Column("key", no_wrap=True, min_width=KEY_DIGITS), Column("first by", no_wrap=True, min_width=9),
         Column("at", no_wrap=True, min_width=8),
-        Column("for request", no_wrap=True, max_width=16), Column("copies now", no_wrap=True),
+        Column("for request", no_wrap=True, max_width=12), Column("copies now", no_wrap=True),
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=f"Lineage of {asked}", title_justify="left",
         caption=f"blocks that continue it: {reply.descendants}", caption_justify="left")
     for _, run in itertools.groupby(reply.blocks, key=_story if merged else lambda block: block.key):

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
 """Longest time the first connection may take; later ones are tried for ever."""
-PING_S = 5.0
+PING_S = 2.0
 """A server that misses two pings is taken for gone: a broken network shows within three of these."""
 OUTBOUND_BYTES = 32 * 2**20
 """Most bytes that wait to be sent while the server is away; beyond it ``publish`` raises ``BusError``."""

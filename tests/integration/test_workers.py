@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from shared.bus.nats import NatsBus
 from shared.engine.pull import pull
 from shared.ids import WorkerId
 from shared.messages import Refused, Reserved, Sampling
 from tests.support.eventually import Eventually
-from tests.support.workers import Workers, open_workers
+from tests.support.workers import Asker, Workers, open_workers
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +151,16 @@ async def test_cancelling_again_and_again_while_it_computes_leaks_nothing(
             await workers.asker.cancel(job.request)
         await eventually(lambda: clean(workers), "everything given back", timeout_s=2)
     assert workers.shells["prefill-1"].load().queued_tokens == 0
+
+
+async def test_what_a_dead_gateway_asked_for_is_not_finished(workers: Workers, eventually: Eventually) -> None:
+    async with NatsBus.connect(workers.p1.settings.nats_url, name="doomed") as bus:
+        async with Asker(bus, workers.d1).open() as doomed:
+            job, reserved = await doomed.reserve(workers.d1.id, prompt(30), Sampling(max_tokens=3_900))
+            assert isinstance(reserved, Reserved)
+            await doomed.dispatch(workers.p1.id, workers.d1.id, job, reserved)
+            await eventually(lambda: len(doomed.answers[job.request].tokens) > 3)
+    await eventually(lambda: clean(workers), "nobody computes for it any more", timeout_s=8)
 
 
 async def test_a_cancel_that_overtakes_its_job_holds(workers: Workers, eventually: Eventually) -> None:
