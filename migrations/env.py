@@ -27,7 +27,7 @@ def run(connection: Connection) -> None:
 
 async def run_standalone() -> None:
     """Connects by the settings."""
-    async with connect(load(CatalogSettings, "store-manager").postgres_url) as database:
+    async with connect(load(CatalogSettings, "store-manager", whole=False).postgres_url) as database:
         async with database.transaction() as connection:
             await connection.run_sync(run)
 

@@ -5,6 +5,7 @@
     MoonbusError
     ├── UserError          the person can fix it: one line with the thing, the value and the way out
     │   ├── SettingError       a setting has a wrong value
+    │   ├── UnknownSetting     a setting that nobody has
     │   ├── ModelError         a model is missing or unusable
     │   └── Unavailable        something we depend on cannot be reached
     ├── BusError           the bus did not do what was asked
@@ -35,6 +36,15 @@ class SettingError(UserError):
     def __init__(self, name: str, value: object, expected: str) -> None:
         self.name, self.value, self.expected = name, value, expected
         super().__init__(f"setting {name} is {value!r}; expected {expected}")
+
+
+class UnknownSetting(UserError):
+    """A setting that nobody has: a misspelled one, most likely."""
+
+    def __init__(self, name: str, service: str, close: str) -> None:
+        self.name, self.service, self.close = name, service, close
+        meant = f"did you mean {close}?" if close else f"`moonbus serve {service} --help` lists what there is"
+        super().__init__(f"{service} has no setting {name}; {meant}")
 
 
 class ModelError(UserError):

@@ -8,9 +8,10 @@ and what was expected. Each field's description travels in its type, so the refe
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -18,7 +19,7 @@ import msgspec
 from msgspec import Meta
 from platformdirs import user_cache_path
 
-from shared.errors import SettingError
+from shared.errors import SettingError, UnknownSetting
 from shared.units import parse_bytes, parse_seconds
 
 T = TypeVar("T", bound="CommonSettings")
@@ -82,11 +83,21 @@ def load(
     *,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    whole: bool = True,
 ) -> T:
-    """Builds ``kind`` for ``service``; raises :class:`SettingError` on the first value that does not fit."""
+    """Builds ``kind`` for ``service``; raises :class:`SettingError` on the first value that does not fit.
+
+    A name in the service's own name that is no setting of it is an error too, since it is a misspelled one; not so
+    when ``kind`` is only a part of the service's settings (``whole`` false).
+    """
     env = os.environ if env is None else env
     hints = get_type_hints(kind, include_extras=True)
-    file_values = _read_file(env.get("MOONBUS_CONFIG", ""), service)
+    file_values, own_table = _read_file(env.get("MOONBUS_CONFIG", ""), service)
+    if whole:
+        prefix = f"MOONBUS_{_env(service)}_"
+        own = [name.removeprefix(prefix) for name in env if name.startswith(prefix)]
+        _refuse_unknown(own, [name.upper() for name in hints], service, prefix)
+        _refuse_unknown(own_table, list(hints), service)
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         sources = (
@@ -123,15 +134,23 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         raise SettingError(name, value, f"{getattr(base, '__name__', base)} ({error})") from error
 
 
-def _read_file(path: str, service: str) -> dict[str, Any]:
+def _refuse_unknown(names: Iterable[str], known: list[str], service: str, prefix: str = "") -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UnknownSetting(prefix + name, service, prefix + close[0] if close else "")
+
+
+def _read_file(path: str, service: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What holds for ``service``, and of that what stands in its own table."""
     if not path:
-        return {}
+        return {}, {}
     try:
         top = tomllib.loads(Path(path).read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingError("MOONBUS_CONFIG", path, f"a readable TOML file ({error})") from error
     table = top.get(service, {})
-    return {**{key: value for key, value in top.items() if not isinstance(value, dict)}, **table}
+    return {**{key: value for key, value in top.items() if not isinstance(value, dict)}, **table}, table
 
 
 def _env(service: str) -> str:

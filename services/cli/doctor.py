@@ -121,7 +121,7 @@ def _nats(settings: Settings, running_url: str) -> Finding:
 
 
 def _postgres(running_url: str) -> Finding:
-    configured = load(CatalogSettings, "store-manager").postgres_url
+    configured = load(CatalogSettings, "store-manager", whole=False).postgres_url
     chosen = configured != CatalogSettings().postgres_url
     url = configured if chosen else running_url
     if not url:

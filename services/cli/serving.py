@@ -60,7 +60,7 @@ def migrate(sets: Sequence[str]) -> None:
     from shared.settings import load
 
     overrides = parse_sets(sets, CatalogSettings, "store-manager")
-    settings = load(CatalogSettings, "store-manager", overrides=overrides)
+    settings = load(CatalogSettings, "store-manager", overrides=overrides, whole=False)
     console.print(f"the catalog's schema is at revision {upgrade(settings.postgres_url)}", highlight=False)
 
 

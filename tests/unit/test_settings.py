@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 from msgspec import Meta
 
-from shared.errors import SettingError
+from shared.errors import SettingError, UnknownSetting
 from shared.settings import BYTES, SECONDS, CommonSettings, describe, load
 
 
@@ -92,3 +92,18 @@ def test_the_reference_has_every_field_in_order() -> None:
     assert fields["size"].kind == "int (bytes)"
     assert fields["count"].default == 3
     assert all(field.description for field in fields.values())
+
+
+def test_a_misspelled_name_stops_the_start_and_says_what_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(UnknownSetting, match=r"no setting MOONBUS_GATEWAY_CUONT; did you mean MOONBUS_GATEWAY_COUNT\?"):
+        load(Settings, "gateway", env={"MOONBUS_GATEWAY_CUONT": "4"})
+    file = tmp_path / "moonbus.toml"
+    file.write_text("[gateway]\nwait = 3\n[prefill]\nwhatever = 1\n")
+    with pytest.raises(UnknownSetting, match=r"gateway has no setting wait; did you mean wait_s\?"):
+        load(Settings, "gateway", env={"MOONBUS_CONFIG": str(file)})
+    with pytest.raises(UnknownSetting, match=r"`moonbus serve gateway --help` lists"):
+        load(Settings, "gateway", env={"MOONBUS_GATEWAY_XYZZY": "4"})
+
+
+def test_a_part_of_a_services_settings_leaves_the_others_alone() -> None:
+    assert load(CommonSettings, "gateway", env={"MOONBUS_GATEWAY_COUNT": "4"}, whole=False).log_level == "info"
