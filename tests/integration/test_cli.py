@@ -119,7 +119,7 @@ async def test_catalog_questions(nats_url: str, nats_bus: NatsBus) -> None:
     assert (listed.code, counted.code, traced.code) == (0, 0, 0), listed.err + counted.err + traced.err
     assert "1 of 10 blocks" in listed.out and "01" * 6 in listed.out
     assert "50 (50%)" in counted.out
-    assert "prefill-2 ← prefill-1" in traced.out and "3 blocks continue it" in traced.out
+    assert "prefill-2 ← prefill-1" in traced.out and "blocks that continue it: 3" in traced.out
     assert asked[0].order == "hot" and asked[0].limit == 5
     assert asked[2].key_hex == "01ab"
 
