@@ -25,8 +25,8 @@ def settings(nats_url: str | None, data_dir: str | None) -> StackSettings:
     running = find_stack(common.data_path())
     if running is None or not running.nats_url:
         if data_dir:
-            raise UserError(f"no stack runs in {common.data_path()}; start one with `moonbus up --data-dir {data_dir}`, "
-                            "or give --nats-url")
+            raise UserError(f"no stack runs in {common.data_path()}; start one with "
+                            f"`moonbus up --data-dir {data_dir}`, or give --nats-url")
         return common
     return load(StackSettings, "cli", overrides={"nats_url": running.nats_url, "data_dir": common.data_dir})
 
