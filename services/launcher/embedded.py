@@ -193,21 +193,10 @@ async def _start_on_some_port(port: int, start: Callable[[int], Awaitable[_Proce
     raise AssertionError("unreachable")
 
 
-# NATS.
+class _Server:
+    """What both servers are to those who run them."""
 
-class NatsServer:
-    """A NATS server that :func:`nats_server` runs."""
-
-    def __init__(self, data_dir: Path, port: int, *, max_payload: int, jetstream: bool) -> None:
-        self._data_dir, self._port = data_dir.absolute(), port
-        self._max_payload, self._jetstream = max_payload, jetstream
-        self._binary = _nats_binary()
-        self._process: _Process | None = None
-
-    @property
-    def url(self) -> str:
-        """What clients connect to; stays the same over :meth:`stop` and :meth:`start`."""
-        return f"nats://{HOST}:{self._port}"
+    _process: _Process | None = None
 
     @property
     def pid(self) -> int | None:
@@ -218,6 +207,22 @@ class NatsServer:
     def running(self) -> bool:
         """The process is there."""
         return self._process is not None and self._process.returncode is None
+
+
+# NATS.
+
+class NatsServer(_Server):
+    """A NATS server that :func:`nats_server` runs."""
+
+    def __init__(self, data_dir: Path, port: int, *, max_payload: int, jetstream: bool) -> None:
+        self._data_dir, self._port = data_dir.absolute(), port
+        self._max_payload, self._jetstream = max_payload, jetstream
+        self._binary = _nats_binary()
+
+    @property
+    def url(self) -> str:
+        """What clients connect to; stays the same over :meth:`stop` and :meth:`start`."""
+        return f"nats://{HOST}:{self._port}"
 
     async def start(self) -> None:
         """Starts it and waits until it answers; on the port it had before, if it ran before."""
@@ -312,13 +317,12 @@ def _nats_binary() -> Path:
 
 # Postgres.
 
-class Postgres:
+class Postgres(_Server):
     """A Postgres server that :func:`postgres_server` runs."""
 
     def __init__(self, data_dir: Path, port: int, *, database: str) -> None:
         self._data_dir, self._port, self._database = data_dir.absolute(), port, database
         self._install = _postgres_install()
-        self._process: _Process | None = None
         self._password = ""
 
     @property
@@ -329,16 +333,6 @@ class Postgres:
     def url_of(self, database: str) -> str:
         """SQLAlchemy URL of ``database``."""
         return f"postgresql+asyncpg://moonbus:{self._password}@{HOST}:{self._port}/{database}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; ``None`` while stopped."""
-        return self._process.pid if self._process else None
-
-    @property
-    def running(self) -> bool:
-        """The process is there."""
-        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Starts it and waits until it answers; on the port it had before, if it ran before."""

@@ -32,6 +32,11 @@ class Pusher:
         self.started_s = 0.0
         """Unix seconds of the first push; 0 before it."""
 
+    @property
+    def path(self) -> str:
+        """The transports that carried it, joined by ``+``."""
+        return "+".join(sorted(self.paths))
+
     def add(self, slices: list[Slice]) -> None:
         """These slices hold their final bytes now."""
         self._ready.extend(slices)

@@ -103,7 +103,7 @@ class PrefillShell:
         spec = self._spec = worker.spec
         self._block_tokens, self._block_bytes, self._layer_bytes = spec.block_tokens, spec.block_bytes, spec.layer_bytes
         self._queue = PrefillQueue(chunk_tokens=settings.chunk_tokens, block_tokens=self._block_tokens)
-        #: {operation: its job}; all and only jobs whose task has not ended
+        #: {operation: its job}; all and only jobs that hold something or may still come to
         self._jobs: dict[OperationId, _Job] = {}
         #: jobs whose slots the engine is writing right now
         self._computing: frozenset[OperationId] = frozenset()
@@ -266,11 +266,11 @@ class PrefillShell:
         pushed_s = time.time()
         tracing.record("kv.push", start_s=job.pusher.started_s or pushed_s, end_s=pushed_s, attributes={
             "moonbus.worker": message.decode, "moonbus.bytes": job.pusher.nbytes, "moonbus.pushes": job.pusher.pushes,
-            "moonbus.path": "+".join(sorted(job.pusher.paths))})
+            "moonbus.path": job.pusher.path})
         stages = msgspec.structs.replace(
             stages, prefill_queue_s=max(0.0, job.started_s - job.arrived_s - stages.fetch_s),
             prefill_s=computed_s - job.started_s, pushed_bytes=job.pusher.nbytes,
-            push_path="+".join(sorted(job.pusher.paths)), push_wait_s=pushed_s - computed_s)
+            push_path=job.pusher.path, push_wait_s=pushed_s - computed_s)
         metrics.WORKER_PROMPT_TOKENS.observe(total)
         metrics.WORKER_QUEUE_SECONDS.observe(stages.prefill_queue_s)
         metrics.WORKER_COMPUTED_TOKENS.inc(total - stages.hit_tokens)

@@ -253,12 +253,13 @@ class StoreAgent:
         """:meth:`release_landing` in the background."""
         self.spawn(self.release_landing(operation), f"release-{operation}")
 
-    # --- inside ------------------------------------------------------------------------------------------------
-
     def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Runs ``work`` in the background; cancelled when the agent closes."""
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    # --- inside ------------------------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
         while True:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -177,7 +178,7 @@ class Pending:
         return True
 
 
-class StreamLane:
+class StreamLane(ABC):
     """A lane over a connection: one thread sends claims, one hears answers.
 
     The hearing thread alone closes the socket, after the sending one has ended: the receiver takes the end of
@@ -194,23 +195,23 @@ class StreamLane:
         self._threads: list[threading.Thread] = []
         self._opened: Callable[[Trouble | None], None] = lambda trouble: None
 
+    @abstractmethod
     def connect(self, address: str, timeout_s: float) -> Connection:
         """A connection that is not greeted yet; raises ``OSError`` or ``ValueError``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, connection: Connection, transfer: Transfer) -> None:
         """Sends a transfer's claim."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hear(self, connection: Connection, body: frames.Body, descriptors: list[int]) -> None:
         """Handles an answer; owns ``descriptors``."""
-        raise NotImplementedError
 
     def stop_writing(self, connection: Connection) -> None:
         """Ends the stream once no thread writes into the receiver's memory any more."""
         connection.shutdown()
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027  a lane that holds nothing has nothing to give back
         """Gives back what the lane held, after both threads' last use."""
 
     @property

@@ -64,8 +64,8 @@ class Worker:
 
 @asynccontextmanager
 async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Worker]:
-    """The worker's parts, from the model on disk to the store agent on the bus."""
-    worker = WorkerId(settings.worker_id or fresh(role, 4))
+    """The worker's parts, from the model on disk to the store agent on the bus; ``settings`` name the worker."""
+    worker = WorkerId(settings.worker_id)
     if settings.chunk_tokens % settings.block_tokens:
         raise SettingError("chunk_tokens", settings.chunk_tokens,
                            f"a multiple of block_tokens, which is {settings.block_tokens}")
