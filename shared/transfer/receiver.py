@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ MAX_WRITERS = 1024
 """Claims of one connection in progress at the same time."""
 
 
-class Session:
+class Session(ABC):
     """One inbound connection; a transport adds what its frames do."""
 
     path: ClassVar[str]
@@ -40,9 +41,9 @@ class Session:
         """Monotonic seconds by which what is being received must be complete; ``None`` while idle."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @abstractmethod
     def handle(self, body: frames.Body) -> None:
         """Does what ``body`` asks for; raises :class:`frames.FrameError` when it has no business here."""
-        raise NotImplementedError
 
     def condemn(self, why: str) -> None:
         """Ends the session, from any thread; its writers are failed by its own thread. Idempotent."""
@@ -203,8 +204,9 @@ class Receiver:
                 self._prune()
                 full = len(self._sessions) >= self._max_connections
             if full:
-                sock.close()
+                # Counted first: whoever sees the connection end may look.
                 self.count_dropped("full", f"{self._max_connections} connections are open")
+                sock.close()
                 continue
             try:
                 session = open_session(self, sock, f"{self._name}-session")
