@@ -1,0 +1,254 @@
+"""CUDA memory: staging through the host, and handles by which another process reaches it. Untested on hardware.
+
+The one module of the transfer engine that knows torch, and it imports torch only inside of what needs it, so a process
+without torch or without a GPU can import it and ask :func:`probe`.
+
+Device memory takes two ways. Paths that move host memory (``shm``, ``tcp``, ``rdma``) stage it: pinned buffers on
+a side stream, so that the engine's own stream goes on computing. The path ``nvlink`` hands a handle to the
+other process (CUDA IPC), which copies from device to device. Either way bytes that are sent must be complete, or
+queued on the device's default stream, when the push begins; side streams wait for that one.
+
+Staging does not depend on the device: the tests run it with CPU tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from shared.errors import Bug
+
+if TYPE_CHECKING:
+    import torch
+
+STAGE_BYTES = 4 << 20
+"""One of the two buffers through which a segment is staged: while one is filled, the other is emptied."""
+MAX_HANDLE_BYTES = 64 << 10
+"""Memory that grows in place (expandable segments) has a handle of some bytes for every 20 MB."""
+
+_DEVICE_FILES = ("nvidia[0-9]*", "dxg")
+_COUNTERS = 10_000
+"""Length of the file of reference counts that torch keeps beside shared CUDA memory."""
+_COUNTER_FILE = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """One GPU as this process sees it."""
+
+    index: int
+    name: str
+    uuid: str
+    """The same in every process of the host, unlike ``index``."""
+    reaches: tuple[str, ...]
+    """Identities of the GPUs whose memory it can read directly; its own is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaProbe:
+    """The GPUs, or why there is none."""
+
+    devices: tuple[CudaDevice, ...] = ()
+    reason: str = ""
+
+    def named(self, uuid: str) -> CudaDevice | None:
+        """The device with that identity, if this process sees it."""
+        return next((device for device in self.devices if device.uuid == uuid), None)
+
+
+def probe(device_files: Path = Path("/dev")) -> CudaProbe:
+    """What this process can use. Imports torch only where the driver shows a device; raises nothing."""
+    if not any(True for pattern in _DEVICE_FILES for _ in device_files.glob(pattern)):
+        return CudaProbe(reason="no CUDA device")
+    try:
+        cuda = _cuda()
+    except ImportError:
+        return CudaProbe(reason="no CUDA device can be used: torch is not installed")
+    if not cuda.is_available():
+        return CudaProbe(reason="no CUDA device can be used: torch finds none")
+    return CudaProbe(tuple(_device(cuda, index) for index in range(cuda.device_count())))
+
+
+def _cuda() -> Any:
+    """The module ``torch.cuda``, which has no complete types."""
+    import torch
+
+    return torch.cuda
+
+
+def _device(cuda: Any, index: int) -> CudaDevice:
+    reached = [other for other in range(cuda.device_count())
+               if other == index or cuda.can_device_access_peer(index, other)]
+    return CudaDevice(index, cuda.get_device_name(index), _uuid(cuda, index),
+                      tuple(_uuid(cuda, other) for other in reached))
+
+
+def _uuid(cuda: Any, index: int) -> str:
+    return str(cuda.get_device_properties(index).uuid)
+
+
+def is_device_tensor(memory: object) -> bool:
+    """Is it a tensor outside of host memory? Does not import torch: who has a tensor has done so."""
+    device = getattr(memory, "device", None)
+    return type(memory).__module__.partition(".")[0] == "torch" and getattr(device, "type", "cpu") != "cpu"
+
+
+class SideStream:
+    """Copies beside a device's own work, after what its default stream was given before; on a CPU, at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = _cuda()
+        self._stream = self._cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Begins to copy; call the result to wait until the bytes are there. Other threads run meanwhile."""
+        if self._stream is None:
+            target.copy_(source)
+            return _nothing
+        self._stream.wait_stream(self._cuda.default_stream(self._device))
+        with self._cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._cuda.Event(blocking=True)
+            event.record(self._stream)
+        arrived: Callable[[], None] = event.synchronize
+        return arrived
+
+    def open(self, handle: DeviceHandle, index: int) -> torch.Tensor:
+        """The bytes of another process's memory, as uint8[handle.length] on device ``index`` of ours.
+
+        Raises ``ValueError`` for a handle that is none and ``RuntimeError`` for what CUDA does not open.
+        """
+        handle.check()
+        import torch
+
+        self._cuda.init()
+        with self._cuda.stream(self._stream):  # torch lets this stream wait for the event in the handle
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index, handle.memory, handle.storage_bytes, handle.storage_offset, handle.counter,
+                handle.counter_offset, handle.event, handle.event_wait)
+            empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
+            return empty.set_(storage, handle.start, (handle.length,), (1,))
+
+
+class DeviceMemory:
+    """A registered tensor: ``nbytes`` bytes on ``device``, alive as long as this is. Thread-safe."""
+
+    def __init__(self, tensor: torch.Tensor, *, stage_bytes: int = STAGE_BYTES) -> None:
+        import torch
+
+        if not tensor.is_contiguous() or not tensor.numel():
+            raise Bug(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is no run of bytes")
+        self.bytes = tensor.detach().view(-1).view(torch.uint8)
+        """uint8[nbytes] on ``device``, the tensor's own memory."""
+        self.nbytes = self.bytes.numel()
+        self.device = tensor.device
+        self._stream = SideStream(self.device)
+        self._stages = [torch.empty(min(stage_bytes, self.nbytes), dtype=torch.uint8,
+                                    pin_memory=self.device.type == "cuda") for _ in range(2)]
+        self._views: list[npt.NDArray[np.uint8]] = [stage.numpy() for stage in self._stages]
+        self._lock = threading.Lock()
+
+    def to_host(self, offset: int, length: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copies ``[offset, offset + length)`` into ``out``, uint8[length]; returns when it is there."""
+        self._check(offset, length, out)
+        with self._lock:
+            before: Callable[[], None] = _nothing
+            for i, start, stop in self._parts(length):
+                arrived = self._stream.copy(self._stages[i][:stop - start], self.bytes[offset + start:offset + stop])
+                before()
+                before = _then(arrived, out[start:stop], self._views[i][:stop - start])
+            before()
+
+    def from_host(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copies ``data``, uint8[n], to ``[offset, offset + n)``; returns when it is there."""
+        self._check(offset, len(data), data)
+        with self._lock:
+            pending: list[Callable[[], None]] = [_nothing, _nothing]
+            for i, start, stop in self._parts(len(data)):
+                pending[i]()
+                self._views[i][:stop - start] = data[start:stop]
+                pending[i] = self._stream.copy(self.bytes[offset + start:offset + stop],
+                                               self._stages[i][:stop - start])
+            for arrived in pending:
+                arrived()
+
+    def copy_from(self, offset: int, source: torch.Tensor) -> Callable[[], None]:
+        """Begins to copy ``source``, uint8[n] on any device, to ``[offset, offset + n)``; call the result to wait."""
+        if not 0 <= offset <= offset + len(source) <= self.nbytes:
+            raise Bug(f"bytes {offset}..{offset + len(source)} of {self.nbytes} on {self.device}")
+        return self._stream.copy(self.bytes[offset:offset + len(source)], source)
+
+    def settle(self) -> None:
+        """Returns when everything is done that the default stream was given, so that another process may read."""
+        if self.device.type == "cuda":
+            _cuda().default_stream(self.device).synchronize()
+
+    def handle(self, uuid: str) -> DeviceHandle:
+        """Leave for one other process to read all of it; ``uuid`` is the device's. CUDA memory only."""
+        with self._lock:
+            storage: Any = self.bytes.untyped_storage()
+            _, memory, nbytes, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+        return DeviceHandle(uuid, memory, nbytes, offset, counter, counter_offset, event, wait,
+                            int(self.bytes.storage_offset()), self.nbytes)
+
+    def _parts(self, length: int) -> list[tuple[int, int, int]]:
+        """(stage, start, stop) of every part of ``length`` bytes."""
+        size = len(self._stages[0])
+        return [(i % 2, start, min(start + size, length)) for i, start in enumerate(range(0, length, size))]
+
+    def _check(self, offset: int, length: int, host: npt.NDArray[np.uint8]) -> None:
+        if not 0 <= offset <= offset + length <= self.nbytes or len(host) != length:
+            raise Bug(f"bytes {offset}..{offset + length} of {self.nbytes} on {self.device}, {len(host)} in the host")
+
+
+Size = Annotated[int, Meta(ge=0, lt=2**53)]
+Blob = Annotated[bytes, Meta(max_length=MAX_HANDLE_BYTES)]
+
+
+class DeviceHandle(msgspec.Struct, frozen=True, array_like=True):
+    """How another process of this host opens a :class:`DeviceMemory`; torch's own description of shared CUDA memory.
+
+    It names an allocation to the driver; nothing in it is an address. ``start`` and ``length`` say which
+    bytes of the tensor's storage it is about.
+    """
+
+    device: Annotated[str, Meta(max_length=64)]
+    memory: Blob
+    storage_bytes: Size
+    storage_offset: Size
+    counter: Blob
+    counter_offset: Size
+    event: Blob
+    event_wait: bool
+    start: Size
+    length: Size
+
+    def check(self) -> None:
+        """Raises ``ValueError`` unless torch may be trusted with it: it writes where ``counter`` says."""
+        if not _COUNTER_FILE.fullmatch(self.counter) or self.counter_offset >= _COUNTERS:
+            raise ValueError(f"handle with reference count {self.counter_offset} in {self.counter!r}")
+        if not self.memory or not self.length or self.start + self.length > self.storage_bytes:
+            raise ValueError(f"handle of bytes {self.start}..{self.start + self.length} of {self.storage_bytes}")
+
+
+def _nothing() -> None:
+    """Copies on a CPU are done when they return."""
+
+
+def _then(arrived: Callable[[], None], out: npt.NDArray[np.uint8],
+          stage: npt.NDArray[np.uint8]) -> Callable[[], None]:
+    def take() -> None:
+        arrived()
+        out[:] = stage
+
+    return take
