@@ -4,6 +4,9 @@ A field ``queue_limit`` of service ``conductor`` is taken from, first that is se
 ``MOONBUS_CONDUCTOR_QUEUE_LIMIT``, ``MOONBUS_QUEUE_LIMIT``, table ``[conductor]`` and then the top level of the
 TOML file that ``MOONBUS_CONFIG`` names, the default. A wrong value stops the start with the name, the value
 and what was expected. Each field's description travels in its type, so the reference in the docs is generated.
+
+A field that is itself a struct holds the settings of a part: field ``lanes`` of ``transfer`` is the setting
+``transfer_lanes``.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -59,20 +62,38 @@ class Field(msgspec.Struct, frozen=True):
     description: str
 
 
-def describe(kind: type[CommonSettings], service: str) -> Iterator[Field]:
-    """The settings of ``service`` in order of declaration, for ``--help`` and the generated reference."""
+class _Option(msgspec.Struct, frozen=True):
+    """One setting and where its value belongs: ``place`` is the path of field names to it."""
+
+    name: str
+    place: tuple[str, ...]
+    hint: Any
+    default: Any
+
+
+def _options(kind: type[msgspec.Struct], place: tuple[str, ...] = ()) -> Iterator[_Option]:
+    """The settings in ``kind``, in order of declaration, with those of its parts."""
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
-        hint = hints[field.name]
-        meta, base = _meta(hint), _base(hint)
+        here, base = (*place, field.name), _base(hints[field.name])
+        if isinstance(base, type) and issubclass(base, msgspec.Struct):
+            yield from _options(base, here)
+            continue
         default = field.default if field.default is not msgspec.NODEFAULT else (
             field.default_factory() if field.default_factory is not msgspec.NODEFAULT else "required")
+        yield _Option("_".join(here), here, hints[field.name], default)
+
+
+def describe(kind: type[CommonSettings], service: str) -> Iterator[Field]:
+    """The settings of ``service`` in order of declaration, for ``--help`` and the generated reference."""
+    for option in _options(kind):
+        meta = _meta(option.hint)
         unit = f" ({meta.extra['unit']})" if meta and meta.extra and "unit" in meta.extra else ""
         yield Field(
-            name=field.name,
-            env=f"MOONBUS_{_env(service)}_{field.name.upper()}",
-            kind=getattr(base, "__name__", str(base)).replace("NoneType", "None") + unit,
-            default=default,
+            name=option.name,
+            env=f"MOONBUS_{_env(service)}_{option.name.upper()}",
+            kind=_kind(_base(option.hint)) + unit,
+            default=option.default,
             description=(meta.description or "") if meta else "",
         )
 
@@ -91,24 +112,29 @@ def load(
     when ``kind`` is only a part of the service's settings (``whole`` false).
     """
     env = os.environ if env is None else env
-    hints = get_type_hints(kind, include_extras=True)
+    options = list(_options(kind))
+    known = [option.name for option in options]
     file_values, own_table = _read_file(env.get("MOONBUS_CONFIG", ""), service)
     if whole:
         prefix = f"MOONBUS_{_env(service)}_"
         own = [name.removeprefix(prefix) for name in env if name.startswith(prefix)]
-        _refuse_unknown(own, [name.upper() for name in hints], service, prefix)
-        _refuse_unknown(own_table, list(hints), service)
+        _refuse_unknown(own, [name.upper() for name in known], service, prefix)
+        _refuse_unknown(own_table, known, service)
     values: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
+    for option in options:
+        own_name, any_name = f"MOONBUS_{_env(service)}_{option.name.upper()}", f"MOONBUS_{option.name.upper()}"
         sources = (
-            (field.name, (overrides or {}).get(field.name)),
-            (f"MOONBUS_{_env(service)}_{field.name.upper()}", env.get(f"MOONBUS_{_env(service)}_{field.name.upper()}")),
-            (f"MOONBUS_{field.name.upper()}", env.get(f"MOONBUS_{field.name.upper()}")),
-            (f"{field.name} in {env.get('MOONBUS_CONFIG')}", file_values.get(field.name)),
+            (option.name, (overrides or {}).get(option.name)),
+            (own_name, env.get(own_name)),
+            (any_name, env.get(any_name)),
+            (f"{option.name} in {env.get('MOONBUS_CONFIG')}", file_values.get(option.name)),
         )
         for source, value in sources:
             if value is not None:
-                values[field.name] = _convert(source, value, hints[field.name])
+                part = values
+                for step in option.place[:-1]:
+                    part = part.setdefault(step, {})
+                part[option.place[-1]] = _convert(source, value, option.hint)
                 break
     try:
         return msgspec.convert(values, kind)
@@ -127,11 +153,11 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
                 value = parse_seconds(value)
             elif get_origin(base) in (list, tuple):
                 value = [part.strip() for part in value.split(",") if part.strip()]
-            elif base is not str and value.lower() in ("yes", "on", "no", "off"):
+            elif base is bool and value.lower() in ("yes", "on", "no", "off"):
                 value = value.lower() in ("yes", "on")
         return msgspec.to_builtins(msgspec.convert(value, hint, strict=False))
     except (msgspec.ValidationError, ValueError) as error:
-        raise SettingError(name, value, f"{getattr(base, '__name__', base)} ({error})") from error
+        raise SettingError(name, value, f"{_kind(base)} ({error})") from error
 
 
 def _refuse_unknown(names: Iterable[str], known: list[str], service: str, prefix: str = "") -> None:
@@ -159,6 +185,13 @@ def _env(service: str) -> str:
 
 def _meta(hint: Any) -> Meta | None:
     return next((part for part in get_args(hint) if isinstance(part, Meta)), None) if get_origin(hint) is Annotated else None
+
+
+def _kind(base: Any) -> str:
+    """A type as a person reads it: words to choose from are listed."""
+    if get_origin(base) is Literal:
+        return ", ".join(map(str, get_args(base)))
+    return str(getattr(base, "__name__", base)).replace("NoneType", "None")
 
 
 def _base(hint: Any) -> Any:

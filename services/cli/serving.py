@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from typer.core import TyperCommand
 
 from shared.errors import SettingError, UserError
@@ -66,7 +65,7 @@ def migrate(sets: Sequence[str]) -> None:
 
 def parse_sets(sets: Sequence[str], kind: type[CommonSettings], service: str) -> dict[str, str]:
     """``["name=value", ...]`` as a mapping; a name that is no setting is refused with the nearest one."""
-    known = [field.name for field in msgspec.structs.fields(kind)]
+    known = [field.name for field in describe(kind, service)]
     values: dict[str, str] = {}
     for text in sets:
         name, equals, value = text.partition("=")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import msgspec
 import pytest
 from msgspec import Meta
 
@@ -107,3 +108,46 @@ def test_a_misspelled_name_stops_the_start_and_says_what_was_meant(tmp_path: Pat
 
 def test_a_part_of_a_services_settings_leaves_the_others_alone() -> None:
     assert load(CommonSettings, "gateway", env={"MOONBUS_GATEWAY_COUNT": "4"}, whole=False).log_level == "info"
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a part of a service."""
+
+    lanes: Annotated[int, Meta(description="A number.", ge=1)] = 2
+    proof: Annotated[Literal["auto", "on", "off"], Meta(description="A choice.")] = "auto"
+    wait_s: Annotated[float, Meta(description="A wait.", gt=0, extra=SECONDS)] = 1.0
+
+
+class Whole(CommonSettings, frozen=True, kw_only=True):
+    """A service with a part."""
+
+    before: Annotated[str, Meta(description="A word.")] = ""
+    mover: Part = Part()
+    after: Annotated[str, Meta(description="A word.")] = ""
+
+
+def test_the_settings_of_a_part_are_named_after_it(tmp_path: Path) -> None:
+    assert load(Whole, "x", env={}).mover == Part()
+    file = tmp_path / "moonbus.toml"
+    file.write_text("mover_lanes = 3\n[x]\nmover_wait_s = '2s'\n")
+    env = {"MOONBUS_CONFIG": str(file), "MOONBUS_MOVER_LANES": "4", "MOONBUS_X_MOVER_PROOF": "on"}
+    assert load(Whole, "x", env=env).mover == Part(lanes=4, proof="on", wait_s=2.0)
+    assert load(Whole, "x", env=env, overrides={"mover_lanes": "5"}).mover.lanes == 5
+    names = [field.name for field in describe(Whole, "x")]
+    assert names[-5:] == ["before", "mover_lanes", "mover_proof", "mover_wait_s", "after"]
+    fields = {field.name: field for field in describe(Whole, "x")}
+    assert fields["mover_proof"].env == "MOONBUS_X_MOVER_PROOF" and fields["mover_proof"].kind == "auto, on, off"
+    assert fields["mover_wait_s"].kind == "float (seconds)" and fields["mover_wait_s"].default == 1.0
+
+
+@pytest.mark.parametrize(("variable", "value"), [
+    ("MOONBUS_MOVER_LANES", "0"), ("MOONBUS_X_MOVER_PROOF", "maybe"), ("MOONBUS_MOVER_WAIT_S", "0s"),
+])
+def test_a_wrong_value_of_a_part_names_the_whole_setting(variable: str, value: str) -> None:
+    with pytest.raises(SettingError, match=f"^setting {variable} is "):
+        load(Whole, "x", env={variable: value})
+
+
+def test_a_misspelled_setting_of_a_part() -> None:
+    with pytest.raises(UnknownSetting, match=r"did you mean MOONBUS_X_MOVER_LANES\?"):
+        load(Whole, "x", env={"MOONBUS_X_MOVER_LANE": "4"})
