@@ -110,6 +110,9 @@ TRANSFER_SECONDS = Histogram("moonbus_transfer_seconds", "One push, first byte t
 TRANSFER_FAILURES = Counter("moonbus_transfer_failures_total", "Pushes that did not arrive, by path and code.", ["path", "code"])
 TRANSFER_FAILOVERS = Counter("moonbus_transfer_failovers_total", "Pushes that went on by another path, by path before and after.",
                              ["before", "after"])
+TRANSFER_PATH_CHOICES = Counter("moonbus_transfer_path_choices_total",
+                                "Pushes by the path they began with and why it was that one; path none when there was no way.",
+                                ["path", "reason"])
 TRANSFER_IN_FLIGHT_BYTES = Gauge("moonbus_transfer_in_flight_bytes", "Bytes sent and not yet acknowledged.")
 
 # Store-manager.
