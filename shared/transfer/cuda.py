@@ -123,22 +123,6 @@ class SideStream:
         arrived: Callable[[], None] = event.synchronize
         return arrived
 
-    def open(self, handle: DeviceHandle, index: int) -> torch.Tensor:
-        """The bytes of another process's memory, as uint8[handle.length] on device ``index`` of ours.
-
-        Raises ``ValueError`` for a handle that is none and ``RuntimeError`` for what CUDA does not open.
-        """
-        handle.check()
-        import torch
-
-        self._cuda.init()
-        with self._cuda.stream(self._stream):  # torch lets this stream wait for the event in the handle
-            storage = torch.UntypedStorage._new_shared_cuda(
-                index, handle.memory, handle.storage_bytes, handle.storage_offset, handle.counter,
-                handle.counter_offset, handle.event, handle.event_wait)
-            empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
-            return empty.set_(storage, handle.start, (handle.length,), (1,))
-
 
 class DeviceMemory:
     """A registered tensor: ``nbytes`` bytes on ``device``, alive as long as this is. Thread-safe."""
@@ -193,12 +177,12 @@ class DeviceMemory:
         if self.device.type == "cuda":
             _cuda().default_stream(self.device).synchronize()
 
-    def handle(self, uuid: str) -> DeviceHandle:
-        """Leave for one other process to read all of it; ``uuid`` is the device's. CUDA memory only."""
+    def handle(self) -> DeviceHandle:
+        """Leave for one other process to read all of it. CUDA memory only; raises ``RuntimeError`` elsewhere."""
         with self._lock:
             storage: Any = self.bytes.untyped_storage()
-            _, memory, nbytes, offset, counter, counter_offset, event, wait = storage._share_cuda_()
-        return DeviceHandle(uuid, memory, nbytes, offset, counter, counter_offset, event, wait,
+            index, memory, nbytes, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+        return DeviceHandle(_uuid(_cuda(), index), memory, nbytes, offset, counter, counter_offset, event, wait,
                             int(self.bytes.storage_offset()), self.nbytes)
 
     def _parts(self, length: int) -> list[tuple[int, int, int]]:
@@ -239,6 +223,35 @@ class DeviceHandle(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"handle with reference count {self.counter_offset} in {self.counter!r}")
         if not self.memory or not self.length or self.start + self.length > self.storage_bytes:
             raise ValueError(f"handle of bytes {self.start}..{self.start + self.length} of {self.storage_bytes}")
+
+
+def open_handle(handle: DeviceHandle) -> torch.Tensor:
+    """The memory of another process, uint8[handle.length] on the GPU where it lies.
+
+    Raises ``ValueError`` for a handle that is none or of a GPU that this process does not see, ``RuntimeError`` for
+    what CUDA does not open.
+    """
+    handle.check()
+    device = probe().named(handle.device)
+    if device is None:
+        raise ValueError(f"it lies on GPU {handle.device}, which this process does not see")
+    import torch
+
+    cuda = _cuda()
+    cuda.init()
+    with cuda.device(device.index):  # torch lets its current stream wait for the event in the handle
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index, handle.memory, handle.storage_bytes, handle.storage_offset, handle.counter,
+            handle.counter_offset, handle.event, handle.event_wait)
+        empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device.index))
+        return empty.set_(storage, handle.start, (handle.length,), (1,))
+
+
+def copy_to_host(out: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
+    """Copies ``source``, uint8[n] on any device, into ``out``, uint8[n]; returns when it is there."""
+    import torch
+
+    torch.from_numpy(out).copy_(source)
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shared.errors import Bug
 from shared.transfer import cuda
-from shared.transfer.cuda import CudaDevice, CudaProbe, DeviceHandle, DeviceMemory, SideStream
+from shared.transfer.cuda import CudaDevice, CudaProbe, DeviceHandle, DeviceMemory
 
 HANDLE = DeviceHandle("uuid", b"m" * 64, 4096, 0, b"/torch_12_345_0", 7, b"e" * 64, False, 1024, 2048)
 
@@ -93,7 +93,19 @@ def test_only_a_run_of_bytes_can_be_registered(tensor: torch.Tensor) -> None:
 def test_a_handle_that_could_hurt_is_not_opened(change: dict[str, object]) -> None:
     HANDLE.check()
     with pytest.raises(ValueError, match="handle"):
-        SideStream(torch.device("cpu")).open(msgspec.structs.replace(HANDLE, **change), 0)
+        cuda.open_handle(msgspec.structs.replace(HANDLE, **change))
+
+
+def test_memory_of_a_device_that_is_not_seen_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "probe", lambda: CudaProbe((CudaDevice(0, "zero", "another", ("another",)),)))
+    with pytest.raises(ValueError, match="GPU uuid, which this process does not see"):
+        cuda.open_handle(HANDLE)
+
+
+def test_memory_of_a_device_reaches_the_host() -> None:
+    out = np.zeros(6, dtype=np.uint8)
+    cuda.copy_to_host(out[1:5], torch.arange(4, dtype=torch.uint8))
+    assert out.tolist() == [0, 0, 1, 2, 3, 0]
 
 
 def test_a_handle_is_bounded_on_its_way() -> None:
@@ -107,4 +119,5 @@ def test_a_handle_is_bounded_on_its_way() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU that torch can use")
 def test_torch_has_the_functions_we_call_and_refuses_without_a_device() -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
-        DeviceMemory(torch.zeros(16)).handle("uuid")
+        DeviceMemory(torch.zeros(16)).handle()
+    assert callable(torch.UntypedStorage._new_shared_cuda)
