@@ -1,4 +1,4 @@
-"""`moonbus load`: replay a trace against a gateway, make the page again.
+"""`moonbus load`: replay a trace against a gateway, make the page again; benchmarks of single parts.
 
 ``app`` is mounted by the `moonbus` command, which prints a ``UserError`` as one line; commands are plain functions
 registered on it.
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from load import plots, report
+from load.bench import cli as bench
 from load.client import is_loopback
 from load.live import ReplayOptions
 from load.record import REPORT_FILE, read_run
@@ -29,7 +30,10 @@ from shared.units import parse_seconds
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-app = typer.Typer(help="Replay traces against a gateway and report how it did.", no_args_is_help=True)
+app = typer.Typer(help="Replay traces against a gateway and report how it did; benchmarks of single parts.",
+                  no_args_is_help=True)
+app.command("bench-transfer")(bench.bench_transfer)
+app.command("soak-transfer")(bench.soak_transfer)
 
 
 class ApiKind(StrEnum):

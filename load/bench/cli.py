@@ -1,0 +1,133 @@
+"""The commands `bench-*` and `soak-*` of `moonbus load`; each loads what it measures when it is called."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+
+from shared.errors import UserError
+from shared.settings import CommonSettings
+from shared.settings import load as load_settings
+from shared.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+
+class Against(StrEnum):
+    """What to measure beside us."""
+
+    IPERF3 = "iperf3"
+    MOONCAKE = "mooncake"
+    NOTHING = "nothing"
+
+
+class SoakPath(StrEnum):
+    """Which path carries the soak."""
+
+    SHM = "shm"
+    TCP = "tcp"
+
+
+def bench_transfer(
+    rounds: Annotated[int, typer.Option(min=1, help="Every figure is taken so many times, in turns.")] = 7,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Of each figure in each round.")] = 1.0,
+    size: Annotated[list[str] | None, typer.Option(
+        help="Bytes of a push, like 2MiB; again for more. 64KiB, 2MiB and 64MiB unless given.")] = None,
+    only: Annotated[list[str] | None, typer.Option(
+        help="Only these lines, like shm, 'tcp*' or '*/2MiB'; again for more.")] = None,
+    against: Annotated[list[Against] | None, typer.Option(
+        help="What to measure beside us; again for more. iperf3 unless given.")] = None,
+    mooncake_python: Annotated[Path | None, typer.Option(
+        help="Interpreter that imports Mooncake; an environment is made once in the cache unless given.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
+) -> None:
+    """Measure the transfer engine beside the machine's limits, and other software, all in one run.
+
+    Example: moonbus load bench-transfer --against iperf3 --against mooncake --json transfer.json
+
+    Two processes on this host push to each other over TCP and in shared memory; nothing is reachable from outside.
+    What cannot be measured is left out, with the reason. Use a machine that does nothing else.
+    """
+    from load.bench import show, transfer
+    from load.bench.rounds import make_rows
+
+    sizes = dict(_size(text) for text in size) if size else transfer.SIZES
+    options = transfer.BenchOptions(
+        rounds=rounds, seconds=seconds, sizes=sizes, only=only or (),
+        against=frozenset(one.value for one in against) if against else frozenset({Against.IPERF3.value}),
+        mooncake_python=mooncake_python, cache=load_settings(CommonSettings, "load").cache_path())
+    started_at_s = time.time()
+    outcome = uvloop.run(transfer.bench(options, Console(stderr=True)))
+    rows = make_rows(outcome.values, transfer.targets(sizes))
+    if json is not None:
+        show.write_json(json, show.make_report(outcome, rows, started_at_s=started_at_s, rounds=rounds,
+                                               seconds=seconds))
+    console = Console()
+    for table in (show.figures_table(rows), show.comparisons_table(rows)):
+        if table.row_count:
+            console.print(table)
+    for name, why in outcome.lost.items():
+        console.print(f"no figures for {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    if outcome.lost and not rows:
+        raise typer.Exit(1)
+    if not rows:
+        raise UserError("nothing was measured; --only takes names like shm/2MiB, tcp/64MiB, layers/shm or small/tcp")
+
+
+def soak_transfer(
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long.")] = 10.0,
+    path: Annotated[SoakPath, typer.Option(help="What carries the bytes.")] = SoakPath.SHM,
+    processes: Annotated[int, typer.Option(min=2, max=64, help="They push all to all.")] = 8,
+    in_flight: Annotated[int, typer.Option(min=1, help="Pushes at any moment, of all processes.")] = 1000,
+    size: Annotated[str, typer.Option(help="Bytes of a push.")] = "16KiB",
+    report: Annotated[str, typer.Option(help="Print a line this often.")] = "1min",
+) -> None:
+    """Push small pieces for a long time; fail when something leaks or starves.
+
+    Example: moonbus load soak-transfer --minutes 10
+
+    Exit code 1 says that a push failed, that a process holds more descriptors, threads or memory at the end than a
+    little beyond the start, or that the slowest hundredth of the pushes takes over 20 times as long as the median.
+    """
+    from load.bench import show, soak
+
+    console = Console(highlight=False)
+    options = soak.SoakOptions(
+        duration_s=minutes * 60, path=path.value, processes=processes, in_flight=in_flight,
+        nbytes=_size(size)[1], report_s=_seconds(report), phase_s=min(soak.PHASE_S, _seconds(report)))
+
+    def line(stretch: soak.Stretch) -> None:
+        console.print(f"{format_seconds(stretch.until_s):>9}  {stretch.pushes:>11,} pushes  "
+                      f"p50 {format_seconds(stretch.p50_s)}  p99 {format_seconds(stretch.p99_s)}")
+
+    result = uvloop.run(soak.soak(options, line))
+    console.print(show.footprints_table(result.footprints))
+    problems = result.problems()
+    for problem in problems:
+        console.print(problem, style="red", markup=False)
+    if problems:
+        raise typer.Exit(1)
+    console.print(f"no push failed, nothing leaked, nothing starved: {result.everything.total:,} pushes of "
+                  f"{format_bytes(options.nbytes)}", style="green")
+
+
+def _size(text: str) -> tuple[str, int]:
+    """Label and bytes."""
+    try:
+        nbytes = parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"--size: {error}") from error
+    if nbytes < 1:
+        raise UserError(f"--size is {text}; expected at least a byte")
+    return text, nbytes
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UserError(f"--report: {error}") from error

@@ -1,0 +1,114 @@
+"""Figures for people and for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import JustifyMethod
+from rich.table import Table
+
+from load.bench.processes import Footprint
+from load.bench.rounds import UNITS, Outcome, Row
+from shared.errors import UserError
+from shared.units import format_bytes
+from shared.version import product_version
+
+_COMPARED: dict[str, JustifyMethod] = {"figure": "left", "value": "right", "ratio": "right", "against": "left",
+                                       "target": "left"}
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--json`` writes."""
+
+    version: str
+    host: str
+    cpus: int
+    started_at_s: float
+    """Unix seconds."""
+    rounds: int
+    seconds: float
+    """Of each probe in each round."""
+    rows: list[Row]
+    lost: dict[str, str]
+    """{what has no figures: why}"""
+
+
+def make_report(outcome: Outcome, rows: list[Row], *, started_at_s: float, rounds: int, seconds: float) -> Report:
+    """With what is known of the machine."""
+    return Report(version=product_version(), host=f"{platform.system()} {platform.release()} {platform.machine()}",
+                  cpus=len(os.sched_getaffinity(0)), started_at_s=started_at_s, rounds=rounds, seconds=seconds,
+                  rows=rows, lost=outcome.lost)
+
+
+def write_json(path: Path, report: Report) -> None:
+    """Raises :class:`UserError` when it cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        raise UserError(f"--json: cannot write {path}: {error.strerror or error}") from error
+
+
+def figures_table(rows: Sequence[Row]) -> Table:
+    """A line a probe, a column a figure: medians over the rounds."""
+    probes: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        name, _, kind = row.name.rpartition("/")
+        probes.setdefault(name, {})[kind] = row
+    kinds = [kind for kind in UNITS if any(kind in taken for taken in probes.values())]
+    table = _table("Medians over the rounds")
+    table.add_column("", no_wrap=True)
+    for kind in kinds:
+        table.add_column(f"{kind} {UNITS[kind]}", justify="right")
+    for name, taken in probes.items():
+        table.add_row(name, *(figure(taken[kind].value) if kind in taken else "" for kind in kinds))
+    return table
+
+
+def comparisons_table(rows: Sequence[Row]) -> Table:
+    """A line a comparison, those with a target first."""
+    table = _table("Compared; a ratio is the median of the rounds' ratios")
+    for header, justify in _COMPARED.items():
+        table.add_column(header, justify=justify, no_wrap=header == "figure")
+    for row in sorted((row for row in rows if row.against or row.target), key=lambda row: row.met is None):
+        other = f"{figure(row.against_value)} {_short(row)}" if row.against_value is not None else ""
+        ratio = f"{row.ratio:.2f}" if row.ratio is not None else ""
+        table.add_row(row.name, f"{figure(row.value)} {row.unit}", ratio, other, _verdict(row))
+    return table
+
+
+def footprints_table(footprints: Mapping[int, tuple[Footprint, Footprint]]) -> Table:
+    """A line a process: what it held at the start and at the end."""
+    table = _table("Held at the start and at the end, with nothing in flight")
+    for header in ("process", "descriptors", "threads", "memory"):
+        table.add_column(header, justify="right")
+    for pid, (start, end) in footprints.items():
+        table.add_row(str(pid), f"{start.descriptors} {end.descriptors}", f"{start.threads} {end.threads}",
+                      f"{format_bytes(start.rss_bytes)} {format_bytes(end.rss_bytes)}")
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def figure(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.{max(0, 3 - len(str(int(abs(value)))))}f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def _short(row: Row) -> str:
+    """What it is compared with; the figure only where it is another one."""
+    name, _, kind = (row.against or "").rpartition("/")
+    return name if row.name.endswith(f"/{kind}") else f"{name}/{kind}"
+
+
+def _verdict(row: Row) -> str:
+    if row.met is None:
+        return ""
+    bound = (row.target or "").split(" × ")[0]
+    return f"[green]{bound} met[/]" if row.met else f"[red]{bound} missed[/]"
