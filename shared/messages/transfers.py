@@ -16,6 +16,10 @@ class Endpoint(Part, frozen=True):
     """Path of the unix socket that hands out segment descriptors, for peers on the same host."""
     tcp: str = ""
     """``host:port`` of the TCP data plane."""
+    rdma: str = ""
+    """``host:port`` where RDMA queue pairs are agreed on."""
+    nvlink: str = ""
+    """Path of the unix socket that serves peers with CUDA memory on the same host."""
 
 
 class Range(Part, frozen=True):
@@ -38,3 +42,7 @@ class Grant(Part, frozen=True):
     ranges: list[Range]
     expires_at_s: float
     token: bytes
+    peer: WorkerId = WorkerId("")
+    """Who may use it; empty for whoever holds it."""
+    generation: int = 0
+    """Which grant of its granter this is, counted from 1."""

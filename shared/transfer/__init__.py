@@ -8,22 +8,26 @@ Needs Linux. See ``docs/transfer.md``.
 
 from shared.transfer.addresses import host_id
 from shared.transfer.engine import TransferEngine
+from shared.transfer.push import Push, PushStream
 from shared.transfer.segment import Segment
 from shared.transfer.settings import TransferSettings
 from shared.transfer.statistics import Statistics
 from shared.transfer.types import (
     ChecksumMismatch,
     GrantRefused,
+    Notification,
     PathFailed,
     PeerGone,
     PushResult,
     Slice,
     SliceStatus,
+    TransferCancelled,
     TransferError,
     TransferTimeout,
 )
 
 __all__ = [
-    "ChecksumMismatch", "GrantRefused", "PathFailed", "PeerGone", "PushResult", "Segment", "Slice", "SliceStatus",
-    "Statistics", "TransferEngine", "TransferError", "TransferSettings", "TransferTimeout", "host_id",
+    "ChecksumMismatch", "GrantRefused", "Notification", "PathFailed", "PeerGone", "Push", "PushResult", "PushStream",
+    "Segment", "Slice", "SliceStatus", "Statistics", "TransferCancelled", "TransferEngine", "TransferError",
+    "TransferSettings", "TransferTimeout", "host_id",
 ]

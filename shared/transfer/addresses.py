@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import uuid
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def host_id() -> HostId:
         return HostId(_BOOT_ID.read_text().strip())
     except OSError:  # no /proc: the network card's address is the next best thing
         return HostId(f"{uuid.getnode():012x}")
+
+
+def host_clock_s() -> float:
+    """Seconds on the clock that all processes of a host share (CLOCK_MONOTONIC)."""
+    return time.monotonic()
 
 
 def advertised_host(bind_host: str, advertise_host: str) -> str:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from shared.ids import OperationId
 from shared.messages import Endpoint
+from shared.transfer.addresses import host_clock_s
 from shared.transfer.frames import Claim
-from shared.transfer.lane import Pending, Sender, Transfer, Trouble
-from shared.transfer.ledger import Ledger, Refused
-from shared.transfer.plan import plan_runs
-from shared.transfer.tcp import timeout_ms
-from shared.transfer.types import ChecksumMismatch, GrantRefused, PeerGone
+from shared.transfer.lane import INLINE_BYTES, LATE, Outcome, Pending, Sender, Transfer, Trouble, call_on
+from shared.transfer.ledger import Refused, checksum
+from shared.transfer.plan import needs_checksums
+from shared.transfer.receiver import Receiver
+from shared.transfer.types import ChecksumMismatch, GrantRefused, Notification, PeerGone
 
 _log = logging.getLogger(__name__)
 
 PATH = "copy"
 
-_ledgers: dict[str, Ledger] = {}
-"""{address: books of an engine in this process}"""
+_receivers: dict[str, Receiver] = {}
+"""{address: receiver of an engine in this process}"""
 
 
 def local_address(endpoint: Endpoint) -> str:
@@ -28,30 +31,30 @@ def local_address(endpoint: Endpoint) -> str:
     return f"{endpoint.worker}/{endpoint.incarnation}"
 
 
-def register_local(endpoint: Endpoint, ledger: Ledger) -> None:
+def register_local(endpoint: Endpoint, receiver: Receiver) -> None:
     """Other engines of this process may copy into its segments from now on."""
-    _ledgers[local_address(endpoint)] = ledger
+    _receivers[local_address(endpoint)] = receiver
 
 
 def unregister_local(endpoint: Endpoint) -> None:
     """The opposite."""
-    _ledgers.pop(local_address(endpoint), None)
+    _receivers.pop(local_address(endpoint), None)
 
 
 def is_local(endpoint: Endpoint) -> bool:
     """Is it an engine of this process?"""
-    return local_address(endpoint) in _ledgers
+    return local_address(endpoint) in _receivers
 
 
 class CopyLane:
-    """A thread that copies: the event loop must not wait for memory."""
+    """Copies what takes no time at once, the rest in a thread: the event loop must not wait for memory."""
 
     def __init__(self, sender: Sender, peer: Endpoint, address: str) -> None:
         self._sender = sender
         self._address = address
         self._pending = Pending(sender.clock)
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"{sender.name}-copy", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{sender.name}-copy", daemon=True)
 
     @property
     def failed(self) -> Trouble | None:
@@ -62,12 +65,22 @@ class CopyLane:
         return self._thread.is_alive()
 
     def start(self, opened: Callable[[Trouble | None], None]) -> None:
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
         opened(None)
 
     def submit(self, transfer: Transfer) -> None:
-        if self._pending.add(transfer):
+        if not self._pending.add(transfer):
+            return
+        transfer.begun = True
+        if transfer.batch.nbytes <= INLINE_BYTES:
+            self._end(transfer, self._copied(transfer))
+        else:
             self._queue.put(transfer)
+
+    def give_up(self, transfer: Transfer) -> None:
+        """Its bytes may still be copied, and are not believed then: see the look at the clock."""
+        self._pending.end(transfer, [LATE] * max(1, len(transfer.batch.pieces)))
 
     def silence_s(self) -> float:
         return self._pending.silence_s()
@@ -77,47 +90,60 @@ class CopyLane:
             self._queue.put(None)
 
     def join(self) -> None:
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
-    def _run(self) -> None:
+    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+        self._pending.heard()
+        self._pending.end(transfer, outcome)
+
+    def _work(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            if not self._pending.holds(transfer):
-                continue
-            try:
-                outcome = self._copy(transfer)
-            except Exception as error:
-                _log.exception("action=copy_failed address=%s", self._address)
-                outcome = [Trouble(PeerGone, f"the copy failed: {error!r}")] * len(transfer.batch.pieces)
-            self._pending.heard()
-            if self._pending.pop(transfer):
-                transfer.finish(outcome)
+            if not transfer.ended:
+                call_on(self._loop, self._end, transfer, self._copied(transfer))
 
-    def _copy(self, transfer: Transfer) -> list[Trouble | None]:
-        pieces, grant = transfer.batch.pieces, transfer.grant
-        ledger = _ledgers.get(self._address)
-        if ledger is None:
-            self.fail(Trouble(PeerGone, "its engine was closed"))
-            return [Trouble(PeerGone, "its engine was closed")] * len(pieces)
-        claim = Claim(0, grant.operation, grant.incarnation, grant.token, timeout_ms(transfer.timeout_s),
-                      [piece.remote for piece in pieces])
+    def _copied(self, transfer: Transfer) -> Outcome:
+        count = max(1, len(transfer.batch.pieces))
         try:
-            writer = ledger.begin(claim, path=PATH, condemn=_ends_soon)
+            return self._copy(transfer, count)
         except Refused as refused:
-            return [Trouble(GrantRefused, str(refused))] * len(pieces)
+            return [Trouble(GrantRefused, str(refused))] * count
+        except Exception as error:
+            _log.exception("action=copy_failed address=%s", self._address)
+            return [Trouble(PeerGone, f"the copy failed: {error!r}")] * count
+
+    def _copy(self, transfer: Transfer, count: int) -> list[Trouble | None]:
+        pieces, grant, sender = transfer.batch.pieces, transfer.grant, self._sender
+        receiver = _receivers.get(self._address)
+        if receiver is None:
+            trouble = Trouble(PeerGone, "its engine was closed")
+            call_on(self._loop, self.fail, trouble)
+            return [trouble] * count
+        if transfer.note is not None and not receiver.can_notify():
+            raise Refused("nobody takes the notifications that are here already")
+        ledger = receiver.ledger
+        claim = Claim(0, grant.operation, grant.incarnation, grant.token, sender.timeout_ms(transfer),
+                      [piece.remote for piece in pieces], transfer.note, [])
+        writer = ledger.begin(claim, path=PATH, sender=sender.worker, condemn=_ends_soon)
         try:
-            for run in plan_runs(pieces):
-                source = self._sender.segments[run.segment].array[run.offset:run.offset + run.length]
-                ledger.array(run.remote_segment)[run.remote_offset:run.remote_offset + run.length] = source
-            for i in transfer.corrupt:
-                ledger.array(pieces[i].remote.segment)[pieces[i].remote.offset] ^= 0xFF
-            checksums = [value for piece in pieces for value in self._sender.checksum(piece)]
+            for i, piece in enumerate(pieces):
+                target = ledger.bytes_of(piece.remote)
+                target[:] = sender.source(piece)
+                if i in transfer.corrupt:
+                    target[0] ^= 0xFF
+            if host_clock_s() > transfer.deadline_s:
+                raise Refused("copied after the deadline")
+            host = sender.host
+            proofs = [checksum(sender.source(piece)) for piece in pieces] if (
+                needs_checksums(sender.checksums, PATH, host, host)) else []
         except BaseException:
             ledger.fail(writer)
             raise
-        outcome: list[Trouble | None] = [None] * len(pieces)
-        for i in ledger.verify(writer, checksums):
-            outcome[i] = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent")
-        return outcome
+        bad = ledger.verify(writer, proofs)
+        if transfer.note is not None and not bad:
+            receiver.notify(Notification(OperationId(grant.operation), sender.worker, transfer.note))
+        mismatch = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent")
+        return [mismatch if i in bad else None for i in range(count)]
 
 
 def _ends_soon(why: str) -> None:

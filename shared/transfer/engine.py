@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,37 +19,25 @@ from shared.errors import Bug, SettingError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId, fresh
 from shared.messages import Endpoint, Grant, Range
 from shared.transfer import copy, shm, tcp
-from shared.transfer.addresses import advertised_host, host_id, join_address
-from shared.transfer.frames import MAX_NAME
-from shared.transfer.lane import Lane, Sender, Trouble
-from shared.transfer.ledger import Ledger
-from shared.transfer.link import Link, call_on
-from shared.transfer.plan import Batch, Choice, choose_paths, plan_batches
+from shared.transfer.addresses import advertised_host, host_clock_s, host_id, join_address
+from shared.transfer.frames import MAX_NAME, MAX_NOTE_BYTES
+from shared.transfer.lane import Lane, Sender, call_on
+from shared.transfer.ledger import ANYBODY, Ledger
+from shared.transfer.push import Push, PushStream, start_push
 from shared.transfer.receiver import Receiver
+from shared.transfer.router import MakeLane, Router
 from shared.transfer.segment import Segment
 from shared.transfer.settings import TransferSettings
-from shared.transfer.statistics import Counts, Statistics
-from shared.transfer.types import PathFailed, PeerGone, PushResult, Slice, SliceStatus
+from shared.transfer.statistics import Statistics
+from shared.transfer.types import Notification, Slice
 
-LANES: Mapping[str, Callable[[Sender, Endpoint, str], Lane]] = {
-    copy.PATH: copy.CopyLane, shm.PATH: shm.ShmLane, tcp.PATH: tcp.TcpLane,
-}
+LANES: Mapping[str, MakeLane] = {copy.PATH: copy.CopyLane, shm.PATH: shm.ShmLane, tcp.PATH: tcp.TcpLane}
 """{path: what makes a lane on it}; whether a path connects two ends is said by :data:`shared.transfer.plan.RULES`."""
 
 WATCH_S = 0.1
 """Pause between two looks for what is overdue."""
-PAUSE_S = 1.0
-"""How long a path is avoided after it could not connect; doubles up to ``MAX_PAUSE_S``."""
-MAX_PAUSE_S = 32.0
-
-
-@dataclass(slots=True)
-class _Pause:
-    """A path that could not connect is tried last until ``until_s`` (monotonic)."""
-
-    until_s: float
-    length_s: float
-    why: str
+MAX_NOTIFICATIONS = 4096
+"""Notifications that nobody has taken yet; further ones are refused to their senders."""
 
 
 class TransferEngine:
@@ -62,23 +50,22 @@ class TransferEngine:
     def __init__(self, worker: WorkerId, incarnation: Incarnation, host: HostId, settings: TransferSettings,
                  clock: Clock) -> None:
         self._settings = settings
-        self._clock = clock
         self._segments: dict[str, Segment] = {}
-        self._ledger = Ledger(worker, incarnation, self._segments, clock=clock, checksums=settings.checksums)
+        self._ledger = Ledger(worker, incarnation, self._segments, clock=clock)
+        self._loop = asyncio.get_running_loop()
+        self._notifications: deque[Notification] = deque()
+        self._notified = asyncio.Event()
         name = f"transfer-{worker}"
-        self._receiver = Receiver(self._ledger, clock=clock, max_connections=settings.max_connections, name=name)
-        self._sender = Sender(worker, self._segments, clock, settings.checksums, settings.connect_timeout_s, name)
+        self._receiver = Receiver(
+            self._ledger, host=host, checksums=settings.checksums, clock=clock,
+            max_connections=settings.max_connections, name=name, notify=self._notify,
+            can_notify=lambda: len(self._notifications) < MAX_NOTIFICATIONS)
+        self._sender = Sender(worker, incarnation, host, self._segments, clock, settings.proofs,
+                              settings.connect_timeout_s, name)
         self._endpoint = Endpoint(worker=worker, incarnation=incarnation, host=host)
-        #: {(peer, its incarnation, path, address): link}; a peer's former incarnations have none
-        self._links: dict[tuple[WorkerId, Incarnation, str, str], Link] = {}
-        self._retired: list[Lane] = []
-        """Lanes of former incarnations whose threads may still run."""
-        self._pauses: dict[tuple[WorkerId, Incarnation, str], _Pause] = {}
-        self._sent_slices = 0
+        self._router = Router(LANES, self._sender, settings, clock, self._endpoint)
         self._private_dir = ""
         self._socket_path = ""
-        self._counts = Counts()
-        self._closed = False
 
     @classmethod
     @asynccontextmanager
@@ -112,16 +99,48 @@ class TransferEngine:
         """How peers reach this engine."""
         return self._endpoint
 
-    def register(self, name: str, nbytes: int) -> Segment:
-        """New zeroed memory to push from, and into under a grant; lives as long as the engine."""
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, nbytes: int = 0, *, memory: Any = None) -> Segment:
+        """Memory to push from, and into under a grant: ``nbytes`` new zeroed bytes, or ``memory`` that exists.
+
+        ``memory``: a numpy array, CPU tensor, memoryview or bytearray (writable, contiguous; kept alive), or the
+        descriptor of a memfd (stays the caller's). It stays registered until :meth:`unregister`, or the engine closes.
+        """
         if name in self._segments or not 0 < len(name) <= MAX_NAME:
             raise Bug(f"segment name {name!r} is taken or unusable")
-        segment = self._segments[name] = Segment(name, nbytes)
+        if memory is None:
+            segment = Segment.allocate(name, nbytes, huge_pages=self._settings.huge_pages)
+        else:
+            segment = Segment.adopt(name, memory)
+        self._segments[name] = segment
         return segment
 
-    def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float) -> Grant:
+    async def unregister(self, name: str) -> None:
+        """Forgets a segment; from when this returns on, nobody reads or writes it. What was granted of it is void.
+
+        Pushes from it are cancelled; writers into it are cut off.
+        """
+        segment = self._segments.get(name)
+        if segment is None:
+            raise Bug(f"no segment {name!r} is registered")
+        pushes = [push for push in self._router.pushes if push.uses(name)]
+        for push in pushes:
+            push.cancel()
+        for push in pushes:
+            await push
+        quiet: asyncio.Future[None] = self._loop.create_future()
+        self._ledger.retire(name, partial(call_on, self._loop, _resolve, quiet))
+        await quiet
+        del self._segments[name]
+        if segment.mappable:
+            self._router.drop(f"segment {name} was unregistered")  # receivers unmap it with their connection
+        segment.close()
+
+    def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
+              peer: WorkerId = ANYBODY) -> Grant:
         """Leave for a peer to write ``ranges`` for ``operation``; see :meth:`Ledger.grant`."""
-        return self._ledger.grant(operation, ranges, ttl_s=ttl_s)
+        return self._ledger.grant(operation, ranges, ttl_s=ttl_s, peer=peer)
 
     def covered(self, operation: OperationId, range: Range) -> bool:
         """Has every byte of ``range`` been written and verified under ``operation``, with no writer in it now?"""
@@ -134,48 +153,54 @@ class TransferEngine:
     async def release(self, operation: OperationId) -> None:
         """Revokes the operation's grants and returns once no writer can touch their ranges any more.
 
-        Writers end by themselves or at their deadline, when their connection is cut. A writer in shared memory
-        that stalls even then is waited for until its process is gone. Idempotent.
+        Writers end by themselves or at their deadline, when their connection is cut. Idempotent.
         """
-        loop = asyncio.get_running_loop()
-        quiet: asyncio.Future[None] = loop.create_future()
-        self._ledger.revoke(operation, partial(call_on, loop, _resolve, quiet))
+        quiet: asyncio.Future[None] = self._loop.create_future()
+        self._ledger.revoke(operation, partial(call_on, self._loop, _resolve, quiet))
         await quiet
 
-    async def push(self, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *,
-                   timeout_s: float | None = None) -> PushResult:
-        """Writes ``slices`` into ``peer``'s memory under its ``grant``.
+    async def notifications(self) -> AsyncIterator[Notification]:
+        """What senders wanted known, each after all that it speaks of was committed. For one consumer; never ends."""
+        while True:
+            while self._notifications:
+                yield self._notifications.popleft()
+            self._notified.clear()
+            await self._notified.wait()
+
+    # -- sending ------------------------------------------------------------------------------------------------
+
+    def push(self, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *, timeout_s: float | None = None,
+             notify: bytes | None = None) -> Push:
+        """Writes ``slices`` into ``peer``'s memory under its ``grant``; starts at once, ``await`` it for the result.
 
         Every trouble with the transfer is a status of the slices it concerns. Do not change the source bytes
-        before this returns. ``timeout_s`` falls back to a deadline in proportion to the size.
+        before it has ended. ``timeout_s`` falls back to a deadline in proportion to the size. ``notify`` (at most 64
+        KiB) is told to the peer's owner once every slice was committed, and not at all if one was not.
         Raises :class:`Bug` for a slice that is not of our memory.
         """
-        started_s = self._clock.monotonic()
         nbytes = self._check(slices)
+        if notify is not None and len(notify) > MAX_NOTE_BYTES:
+            raise Bug(f"notification of {len(notify)} bytes; at most {MAX_NOTE_BYTES} travel")
         if timeout_s is None:
             timeout_s = self._settings.timeout_s(nbytes)
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        paths: list[str] = []
-        troubles = await self._push(peer, slices, grant, deadline_s, paths)
-        statuses = []
-        for i, item in enumerate(slices):
-            trouble = troubles.get(i)
-            statuses.append(SliceStatus(item, None if trouble is None else trouble.kind(
-                peer.worker, trouble.why, nbytes=item.remote.length, segment=item.remote.segment)))
-        return PushResult(statuses, nbytes=sum(s.slice.remote.length for s in statuses if s.error is None),
-                          seconds=self._clock.monotonic() - started_s, path="+".join(paths))
+        return start_push(self._router, peer, slices, grant, deadline_s=host_clock_s() + timeout_s, note=notify)
+
+    def stream(self, peer: Endpoint, grant: Grant, *, timeout_s: float) -> PushStream:
+        """Pushes under one grant that end together, such as layers that are sent while the next ones are computed.
+
+        ``timeout_s`` counts for all of them.
+        """
+        return PushStream(self._router, peer, grant, deadline_s=host_clock_s() + timeout_s, check=self._check)
 
     def statistics(self) -> Statistics:
         """Counters since the engine was opened."""
-        ledger, receiver = self._ledger, self._receiver
+        ledger, receiver, counts = self._ledger, self._receiver, self._router.counts
         return Statistics(
-            pushes=dict(self._counts.pushes), sent_bytes=dict(self._counts.sent_bytes),
-            received_bytes=dict(ledger.received_bytes_by_path), failures=dict(self._counts.failures),
-            failovers=dict(self._counts.failovers), refused_claims=ledger.refused_claims,
+            pushes=dict(counts.pushes), sent_bytes=dict(counts.sent_bytes),
+            received_bytes=dict(ledger.received_bytes_by_path), failures=dict(counts.failures),
+            failovers=dict(counts.failovers), refused_claims=ledger.refused_claims,
             corrupt_spans=ledger.corrupt_spans, dropped_connections=dict(receiver.dropped),
             connections=receiver.connections)
-
-    # -- sending ------------------------------------------------------------------------------------------------
 
     def _check(self, slices: Sequence[Slice]) -> int:
         nbytes = 0
@@ -186,100 +211,10 @@ class TransferEngine:
             nbytes += length
         return nbytes
 
-    async def _push(self, peer: Endpoint, slices: Sequence[Slice], grant: Grant, deadline_s: float,
-                    paths: list[str]) -> dict[int, Trouble]:
-        """Tries path after path with the slices whose connection broke; ``{index of a slice: its trouble}``."""
-        todo = {i: item for i, item in enumerate(slices) if item.remote.length}
-        if not todo:
-            return {}
-        routes = choose_paths(self._settings.paths, self._endpoint, peer, same_process=copy.is_local(peer),
-                              paused=self._paused(peer))
-        if not routes.choices:
-            why = "; ".join(f"{path}: {reason}" for path, reason in routes.excluded.items()) or "no path is allowed"
-            self._counts.failed("none", [PathFailed.code] * len(todo))
-            return dict.fromkeys(todo, Trouble(PathFailed, why))
-        troubles: dict[int, Trouble] = {}
-        for i, choice in enumerate(routes.choices):
-            if i:
-                self._counts.failed_over(routes.choices[i - 1].path, choice.path)
-            for _ in range(2):
-                link = self._link(peer, choice)
-                pooled = link.connected
-                new = await self._push_over(link, peer, choice, todo, grant, deadline_s, paths)
-                troubles = {**{i: why for i, why in troubles.items() if i not in todo}, **new}
-                todo = {i: item for i, item in todo.items() if i in new and new[i].kind is PeerGone}
-                if not todo or not pooled:
-                    break  # a pooled connection may just have gone stale; a fresh one that fails is a verdict
-            if not todo or self._closed:
-                break
-        self._counts.failed(choice.path, [trouble.kind.code for trouble in troubles.values()])
-        return troubles
-
-    async def _push_over(self, link: Link, peer: Endpoint, choice: Choice, todo: Mapping[int, Slice], grant: Grant,
-                         deadline_s: float, paths: list[str]) -> dict[int, Trouble]:
-        batches, started_s = plan_batches(todo), self._clock.monotonic()
-        outcomes = await link.send(batches, grant, deadline_s=deadline_s, corrupt=self._corrupt)
-        troubles: dict[int, Trouble] = {}
-        acknowledged = 0
-        for batch, outcome in zip(batches, outcomes, strict=True):
-            for piece, trouble in zip(batch.pieces, outcome, strict=True):
-                if trouble is None:
-                    acknowledged += piece.remote.length
-                else:
-                    troubles.setdefault(piece.index, trouble)
-        self._counts.pushed(choice.path, acknowledged, seconds=self._clock.monotonic() - started_s)
-        if acknowledged and choice.path not in paths:
-            paths.append(choice.path)
-        self._judge(peer, choice, link, troubles)
-        return troubles
-
-    def _judge(self, peer: Endpoint, choice: Choice, link: Link, troubles: Mapping[int, Trouble]) -> None:
-        """Pauses a path that does not connect; forgives one that does."""
-        key = (peer.worker, peer.incarnation, choice.path)
-        gone = next((trouble for trouble in troubles.values() if trouble.kind is PeerGone), None)
-        if gone is None or link.connected:
-            self._pauses.pop(key, None)
-            return
-        former = self._pauses.get(key)
-        length_s = min(MAX_PAUSE_S, former.length_s * 2) if former else PAUSE_S
-        self._pauses[key] = _Pause(self._clock.monotonic() + length_s, length_s, gone.why)
-
-    def _paused(self, peer: Endpoint) -> dict[str, str]:
-        now = self._clock.monotonic()
-        pauses = ((path, self._pauses.get((peer.worker, peer.incarnation, path))) for path in self._settings.paths)
-        return {path: pause.why for path, pause in pauses if pause is not None and pause.until_s > now}
-
-    def _link(self, peer: Endpoint, choice: Choice) -> Link:
-        key = (peer.worker, peer.incarnation, choice.path, choice.address)
-        link = self._links.get(key)
-        if link is None:
-            self._retire(peer)
-            make_lane = partial(LANES[choice.path], self._sender, peer, choice.address)
-            link = self._links[key] = Link(
-                make_lane, max_lanes=1 if choice.path == copy.PATH else self._settings.lanes,
-                max_inflight=self._settings.max_inflight, silence_s=self._settings.silence_s)
-        return link
-
-    def _retire(self, peer: Endpoint) -> None:
-        """Ends what leads to former lives of ``peer``."""
-        former = [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]
-        self._retired = [lane for lane in self._retired if lane.alive]
-        for key in former:
-            self._retired += self._links.pop(key).fail(Trouble(PeerGone, "the peer has a new incarnation"))
-        for pause in [key for key in self._pauses if key[0] == peer.worker and key[1] != peer.incarnation]:
-            del self._pauses[pause]
-
-    def _corrupt(self, batch: Batch) -> frozenset[int]:
-        every = self._settings.corrupt_every
-        if not every:
-            return frozenset()
-        chosen = []
-        for i, piece in enumerate(batch.pieces):
-            if i == 0 or batch.pieces[i - 1].index != piece.index:  # a new slice begins
-                self._sent_slices += 1
-                if self._sent_slices % every == 0:
-                    chosen.append(i)
-        return frozenset(chosen)
+    def _notify(self, notification: Notification) -> None:
+        """From a session's thread."""
+        self._notifications.append(notification)
+        call_on(self._loop, self._notified.set)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -299,9 +234,9 @@ class TransferEngine:
                 self._receiver.listen(shm.listen_shm(self._socket_path), shm.open_session)
             except OSError as error:
                 raise SettingError("socket_dir", settings.socket_dir, f"a writable directory ({error})") from error
-        self._endpoint = msgspec.structs.replace(own, **addresses)
+        self._endpoint = self._router.own = msgspec.structs.replace(own, **addresses)
         if copy.PATH in settings.paths:
-            copy.register_local(self._endpoint, self._ledger)
+            copy.register_local(self._endpoint, self._receiver)
 
     def _new_socket_path(self) -> str:
         directory = self._settings.socket_dir
@@ -320,11 +255,8 @@ class TransferEngine:
 
     async def _close(self) -> None:
         """Stops sending, then receiving, then drops the memory; waits for every thread."""
-        self._closed = True
         copy.unregister_local(self._endpoint)
-        lanes = self._retired
-        for link in self._links.values():
-            lanes += link.fail(Trouble(PeerGone, "this engine was closed"))
+        lanes = self._router.close()
         await asyncio.to_thread(self._free, lanes)
 
     def _free(self, lanes: Sequence[Lane]) -> None:

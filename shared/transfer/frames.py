@@ -6,15 +6,14 @@
     body    one MessagePack array, its shape given by the kind
     payload WRITE only: the bytes of its spans, back to back
 
-    sender → receiver                            receiver → sender
-    HELLO   whom I believe to reach              WELCOME who is really here
-    WRITE   spans, checksums, payload   (tcp)    ACK     what became of a WRITE or DONE, or why it is refused
-    BEGIN   spans I want to write       (shm)    GO      write now; descriptors of unmapped segments ride along
-    DONE    their checksums             (shm)
-    ABORT   I have stopped writing      (shm)
+    sender → receiver                                    receiver → sender
+    HELLO   whom I believe to reach, where I am          WELCOME who is really here
+    WRITE   claim, checksums, payload            (tcp)   ACK     what became of a claim, or why it is refused
+    COPY    claim, where its bytes lie with me   (shm)
 
 Every length is checked against a bound before anything is allocated for it, and nothing on the wire is an
-address: a span names a registered segment and is checked against what was granted.
+address: a span names a registered segment and is checked against what was granted, a source names a descriptor
+that was handed over and is checked against its size.
 """
 
 from __future__ import annotations
@@ -28,23 +27,26 @@ import msgspec
 from msgspec import Meta
 
 MAGIC = b"MBTX"
-VERSION = 1
+VERSION = 2
 MAX_BODY_BYTES = 256 << 10
 MAX_SPANS = 512
-"""Spans of one WRITE or BEGIN; also keeps a gathered send below the kernel's limit of 1024 parts."""
+"""Spans of one claim; also keeps a gathered send below the kernel's limit of 1024 parts."""
 MAX_SPAN_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
-MAX_SEGMENTS = 16
-"""Segments mapped by one GO; the kernel passes at most 253 descriptors at a time."""
+MAX_ATTACHED = 16
+"""Descriptors that ride on one COPY; the kernel passes at most 253 at a time."""
 MAX_TIMEOUT_MS = 600_000
 MAX_NAME = 256
 """Characters of a worker, incarnation, segment or operation name."""
+MAX_NOTE_BYTES = 64 << 10
+"""Bytes of a notification."""
 
 _HEADER = struct.Struct("!4sBBHI")
 HEADER_BYTES = _HEADER.size
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 TransferId = Annotated[int, Meta(ge=0, lt=2**53)]
+Offset = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class FrameError(Exception):
@@ -57,22 +59,26 @@ class Kind(IntEnum):
     HELLO = 1
     WELCOME = 2
     WRITE = 3
-    BEGIN = 4
-    GO = 5
-    DONE = 6
-    ABORT = 7
-    ACK = 8
+    COPY = 4
+    ACK = 5
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """``[offset, offset + length)`` bytes of one of the receiver's segments."""
 
     segment: Name
-    offset: Annotated[int, Meta(ge=0, lt=2**53)]
+    offset: Offset
     length: Annotated[int, Meta(ge=1, le=MAX_SPAN_BYTES)]
 
 
-Spans = Annotated[list[Span], Meta(min_length=1, max_length=MAX_SPANS)]
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Where the bytes of a span begin in memory of the sender, whose descriptor has this ``serial``."""
+
+    serial: Offset
+    offset: Offset
+
+
+Spans = Annotated[list[Span], Meta(max_length=MAX_SPANS)]
 Checksums = Annotated[list[int], Meta(max_length=MAX_SPANS)]
 
 
@@ -86,6 +92,10 @@ class Hello(Body, frozen=True):
     sender: Name
     worker: Name
     incarnation: Name
+    host: Name = ""
+    """The sender's host id."""
+    clock_s: float = 0.0
+    """The sender's monotonic clock, which two processes of one host share."""
 
 
 class Welcome(Body, frozen=True):
@@ -93,6 +103,8 @@ class Welcome(Body, frozen=True):
 
     worker: Name
     incarnation: Name
+    checksums: bool = False
+    """Claims without checksums are refused."""
 
 
 class Claim(Body, frozen=True):
@@ -105,42 +117,28 @@ class Claim(Body, frozen=True):
     timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
     """The sender gives up after this; so does the receiver."""
     spans: Spans
+    note: Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)] | None
+    """Told to the receiver's owner once the spans are committed; ``None`` for nothing to tell."""
+    checksums: Checksums
+    """xxh3-64 a span, or empty for none."""
 
 
 class Write(Claim, frozen=True):
-    """Claim whose payload follows at once; ``checksums``: xxh3-64 a span, or empty for none."""
-
-    checksums: Checksums
+    """Claim whose payload follows at once."""
 
 
-class Begin(Claim, frozen=True):
-    """Claim to write by mapping; ``unmapped`` are segments whose descriptors the sender lacks."""
+class Copy(Claim, frozen=True):
+    """Claim whose bytes the receiver fetches from the sender's memory, ``sources`` a span."""
 
-    unmapped: Annotated[list[Name], Meta(max_length=MAX_SEGMENTS)]
-
-
-class Go(Body, frozen=True):
-    """The claim stands; ``segments`` are the names of the descriptors that ride along, in order."""
-
-    id: TransferId
-    segments: Annotated[list[Name], Meta(max_length=MAX_SEGMENTS)]
-
-
-class Done(Body, frozen=True):
-    """All spans of ``id`` are written."""
-
-    id: TransferId
-    checksums: Checksums
-
-
-class Abort(Body, frozen=True):
-    """Nothing more will be written under ``id``."""
-
-    id: TransferId
+    sources: Annotated[list[Source], Meta(max_length=MAX_SPANS)]
+    attached: Annotated[list[Offset], Meta(max_length=MAX_ATTACHED)]
+    """Serials of the descriptors that ride along, in order."""
+    deadline_s: float
+    """On the host's monotonic clock: after it the sender may use the memory for something else."""
 
 
 class Ack(Body, frozen=True):
-    """Spans of ``id`` are verified, but those with an index in ``bad``; nothing is when ``refused`` says why."""
+    """Spans of ``id`` are committed, but those with an index in ``bad``; nothing is when ``refused`` says why."""
 
     id: TransferId
     refused: Annotated[str, Meta(max_length=1024)] = ""
@@ -148,8 +146,7 @@ class Ack(Body, frozen=True):
 
 
 BODIES: dict[Kind, type[Body]] = {
-    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.BEGIN: Begin, Kind.GO: Go, Kind.DONE: Done,
-    Kind.ABORT: Abort, Kind.ACK: Ack,
+    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.COPY: Copy, Kind.ACK: Ack,
 }
 _KINDS = {body: kind for kind, body in BODIES.items()}
 _encoder = msgspec.msgpack.Encoder()
@@ -168,9 +165,9 @@ def encode(body: Body) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, _KINDS[type(body)], 0, len(data)) + data
 
 
-def parse_header(data: bytes) -> tuple[Kind, int]:
+def parse_header(data: bytes | bytearray | memoryview) -> tuple[Kind, int]:
     """Kind and body length of a header; raises :class:`FrameError` before anybody trusts the length."""
-    magic, version, kind, _, length = _HEADER.unpack(data)
+    magic, version, kind, _, length = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise FrameError(f"magic is {magic!r}, not {MAGIC!r}")
     if version != VERSION:
@@ -182,16 +179,18 @@ def parse_header(data: bytes) -> tuple[Kind, int]:
     return Kind(kind), length
 
 
-def decode(kind: Kind, data: bytes) -> Body:
+def decode(kind: Kind, data: bytes | bytearray | memoryview) -> Body:
     """The body; raises :class:`FrameError` when it is not one of ``kind``."""
     try:
         body: Body = _decoder(kind).decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise FrameError(f"undecodable {kind.name}: {error}") from error
-    if isinstance(body, Write):
+    if isinstance(body, Claim):
         payload = sum(span.length for span in body.spans)
         if payload > MAX_PAYLOAD_BYTES:
             raise FrameError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD_BYTES}")
         if body.checksums and len(body.checksums) != len(body.spans):
             raise FrameError(f"{len(body.checksums)} checksums for {len(body.spans)} spans")
+        if isinstance(body, Copy) and len(body.sources) != len(body.spans):
+            raise FrameError(f"{len(body.sources)} sources for {len(body.spans)} spans")
     return body

@@ -1,12 +1,15 @@
-"""The sending side: a lane is one pipelined way to one peer, with its own threads.
+"""The sending side: a lane is one pipelined way to one peer.
 
 Claims go out in the order they were submitted without waiting for the answers to earlier ones, so many pushes
-share a lane. Every submitted transfer ends by exactly one call of its ``finish``, from one of the lane's threads.
+share a lane. Every submitted transfer ends by exactly one call of its ``finish``.
+
+A lane belongs to its engine's event loop: everything but the methods of its one worker thread runs there. The
+thread does what may block: it connects, and sends what the kernel does not take at once.
 """
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import logging
 import socket
 import threading
@@ -14,22 +17,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.clock import Clock
-from shared.ids import WorkerId
+from shared.ids import HostId, Incarnation, WorkerId
 from shared.messages import Endpoint, Grant
 from shared.transfer import frames
+from shared.transfer.addresses import host_clock_s
 from shared.transfer.ledger import checksum
-from shared.transfer.plan import Batch, Piece
+from shared.transfer.plan import Batch, Piece, needs_checksums
 from shared.transfer.segment import Segment
-from shared.transfer.types import ChecksumMismatch, GrantRefused, PeerGone, TransferError
-from shared.transfer.wire import Closed, Connection, close_all
+from shared.transfer.types import ChecksumMismatch, GrantRefused, PeerGone, TransferError, TransferTimeout
+from shared.transfer.wire import Closed, Connection
 
 _log = logging.getLogger(__name__)
+
+INLINE_BYTES = 256 << 10
+"""A payload up to this goes out from the event loop: handing it to a thread would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +48,34 @@ class Trouble:
 
 
 Outcome = Sequence[Trouble | None]
-"""One a piece of the batch."""
+"""One a piece of the batch; a batch without pieces, which only brings a note, has one all the same."""
+
+LATE = Trouble(TransferTimeout, "not acknowledged before the deadline")
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One batch on its way. ``abandoned`` once nobody waits for it; the lane then stops when it next can."""
+    """One batch on its way."""
 
     batch: Batch
     grant: Grant
-    timeout_s: float
+    deadline_s: float
+    """On the host's clock; the source bytes may change after it."""
+    note: bytes | None
     finish: Callable[[Outcome], None]
     corrupt: frozenset[int] = frozenset()
     """For tests: indexes of pieces in which a byte is flipped after the checksum was taken."""
-    abandoned: bool = False
     id: int = 0
+    begun: bool = False
+    """Its bytes are being read; set before ``ended`` is looked at."""
+    sent: bool = False
+    """Its bytes are read no more."""
+    ended: bool = False
+    """Nobody waits for it; set before ``begun`` is looked at."""
 
     def finish_all(self, trouble: Trouble | None) -> None:
         """The same outcome for all pieces."""
-        self.finish([trouble] * len(self.batch.pieces))
+        self.finish([trouble] * max(1, len(self.batch.pieces)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +83,12 @@ class Sender:
     """What lanes share with their engine."""
 
     worker: WorkerId
+    incarnation: Incarnation
+    host: HostId
     segments: Mapping[str, Segment]
     clock: Clock
-    checksums: bool
+    checksums: str
+    """The setting: auto, on, off."""
     connect_timeout_s: float
     name: str
 
@@ -77,9 +96,10 @@ class Sender:
         """The bytes of a piece, where they lie."""
         return self.segments[piece.segment].array[piece.offset:piece.offset + piece.remote.length]
 
-    def checksum(self, piece: Piece) -> list[int]:
-        """One checksum, or none when they are switched off."""
-        return [checksum(self.source(piece))] if self.checksums else []
+    def timeout_ms(self, transfer: Transfer) -> int:
+        """What is left of a transfer's time, as it travels: at least 1 ms, at most what a receiver accepts."""
+        left_s = transfer.deadline_s - host_clock_s()
+        return max(1, min(frames.MAX_TIMEOUT_MS, int(left_s * 1e3)))
 
 
 class Lane(Protocol):
@@ -91,11 +111,15 @@ class Lane(Protocol):
         ...
 
     def start(self, opened: Callable[[Trouble | None], None]) -> None:
-        """Connects in its own thread, then calls ``opened`` once, from there."""
+        """Connects in its own thread, then calls ``opened`` once, on the loop."""
         ...
 
     def submit(self, transfer: Transfer) -> None:
         """Takes a transfer; never blocks."""
+        ...
+
+    def give_up(self, transfer: Transfer) -> None:
+        """Ends a transfer whose time is over: from here on its bytes are read no more, or not believed."""
         ...
 
     def silence_s(self) -> float:
@@ -103,41 +127,41 @@ class Lane(Protocol):
         ...
 
     def fail(self, trouble: Trouble) -> None:
-        """Ends every transfer with ``trouble`` and lets the threads stop. Any thread; idempotent."""
+        """Ends every transfer with ``trouble`` and lets the thread stop. Idempotent."""
         ...
 
     def join(self) -> None:
-        """Waits for the threads of a failed lane."""
+        """Waits, in any thread, for the thread of a failed lane."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Do its threads run?"""
+        """Does its thread run?"""
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
-    """Transfers without an outcome, by id; closes with the lane's trouble. Thread-safe."""
+    """Transfers without an outcome, by id; closes with the lane's trouble."""
 
     clock: Clock
     trouble: Trouble | None = None
     _transfers: dict[int, Transfer] = field(default_factory=dict)
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _issued: int = 0
     _waiting_since_s: float = 0.0
 
     def add(self, transfer: Transfer) -> bool:
         """Numbers and keeps it; false, with its trouble reported, when the lane has failed."""
-        with self._lock:
-            if self.trouble is None:
-                if not self._transfers:
-                    self._waiting_since_s = self.clock.monotonic()
-                transfer.id = next(self._ids)
-                self._transfers[transfer.id] = transfer
-                return True
-        transfer.finish_all(self.trouble)
-        return False
+        if self.trouble is not None:
+            transfer.ended = True
+            transfer.finish_all(self.trouble)
+            return False
+        if not self._transfers:
+            self._waiting_since_s = self.clock.monotonic()
+        transfer.id = self._issued
+        self._issued += 1
+        self._transfers[transfer.id] = transfer
+        return True
 
     def heard(self) -> None:
         """The peer said something."""
@@ -145,45 +169,37 @@ class Pending:
 
     def silence_s(self) -> float:
         """See :meth:`Lane.silence_s`."""
-        with self._lock:
-            return self.clock.monotonic() - self._waiting_since_s if self._transfers else 0.0
+        return self.clock.monotonic() - self._waiting_since_s if self._transfers else 0.0
 
-    def get(self, transfer_id: int) -> Transfer:
-        """Raises :class:`frames.FrameError` for a number that is not on its way."""
-        with self._lock:
-            transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            raise frames.FrameError(f"answer to transfer {transfer_id}, which is not on its way")
+    def get(self, transfer_id: int) -> Transfer | None:
+        """``None`` for one that ended before its answer came; raises :class:`frames.FrameError` for an unknown one."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None and transfer_id >= self._issued:
+            raise frames.FrameError(f"answer to transfer {transfer_id}, which was never sent")
         return transfer
 
-    def holds(self, transfer: Transfer) -> bool:
-        """Is it still without an outcome?"""
-        with self._lock:
-            return transfer.id in self._transfers
-
-    def pop(self, transfer: Transfer) -> bool:
-        """True for whoever may report its outcome: it happens once."""
-        with self._lock:
-            return self._transfers.pop(transfer.id, None) is not None
+    def end(self, transfer: Transfer, outcome: Outcome) -> None:
+        """Reports its outcome, unless that happened already."""
+        if self._transfers.pop(transfer.id, None) is not None:
+            transfer.ended = True
+            transfer.finish(outcome)
 
     def close(self, trouble: Trouble) -> bool:
         """Reports ``trouble`` for everything that waits; true the first time."""
-        with self._lock:
-            if self.trouble is not None:
-                return False
-            self.trouble = trouble
-            transfers, self._transfers = list(self._transfers.values()), {}
+        if self.trouble is not None:
+            return False
+        self.trouble = trouble
+        transfers, self._transfers = list(self._transfers.values()), {}
         for transfer in transfers:
+            transfer.ended = True
             transfer.finish_all(trouble)
         return True
 
 
 class StreamLane(ABC):
-    """A lane over a connection: one thread sends claims, one hears answers.
+    """A lane over a connection: the event loop hears the answers."""
 
-    The hearing thread alone closes the socket, after the sending one has ended: the receiver takes the end of
-    the stream as our word that nothing writes any more.
-    """
+    path: str
 
     def __init__(self, sender: Sender, peer: Endpoint, address: str) -> None:
         self._sender = sender
@@ -192,27 +208,34 @@ class StreamLane(ABC):
         self._pending = Pending(sender.clock)
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._connection: Connection | None = None
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._work, name=f"{sender.name}-lane", daemon=True)
         self._opened: Callable[[Trouble | None], None] = lambda trouble: None
+        self.checksums = False
+        """Does the receiver get one for each piece? Known once connected."""
 
     @abstractmethod
     def connect(self, address: str, timeout_s: float) -> Connection:
-        """A connection that is not greeted yet; raises ``OSError`` or ``ValueError``."""
+        """A connection that is not greeted yet; in the thread. Raises ``OSError`` or ``ValueError``."""
+
+    @abstractmethod
+    def send_now(self, connection: Connection, transfer: Transfer) -> bool | None:
+        """Sends from the event loop what takes no time; answers like :meth:`Connection.send_now`."""
 
     @abstractmethod
     def send(self, connection: Connection, transfer: Transfer) -> None:
-        """Sends a transfer's claim."""
+        """Sends a transfer; in the thread, may block. Raises ``OSError``."""
 
-    @abstractmethod
-    def hear(self, connection: Connection, body: frames.Body, descriptors: list[int]) -> None:
-        """Handles an answer; owns ``descriptors``."""
+    def hear(self, body: frames.Body) -> None:
+        """Handles an answer; raises :class:`frames.FrameError` for one that has no business here."""
+        if not isinstance(body, frames.Ack):
+            raise frames.FrameError(f"a receiver does not say {type(body).__name__} over {self.path}")
+        self.acknowledge(body)
 
-    def stop_writing(self, connection: Connection) -> None:
-        """Ends the stream once no thread writes into the receiver's memory any more."""
-        connection.shutdown()
+    def ended(self, transfer: Transfer) -> None:  # noqa: B027  most lanes hold nothing for a transfer
+        """A transfer has its outcome: gives back what the lane held for it."""
 
     def release(self) -> None:  # noqa: B027  a lane that holds nothing has nothing to give back
-        """Gives back what the lane held, after both threads' last use."""
+        """Gives back what the lane held; in the thread, as its last act."""
 
     @property
     def failed(self) -> Trouble | None:
@@ -220,114 +243,160 @@ class StreamLane(ABC):
 
     @property
     def alive(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
+        return self._thread.is_alive()
 
     def start(self, opened: Callable[[Trouble | None], None]) -> None:
         self._opened = opened
-        self._spawn("send", self._run_sending)
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        if self._pending.add(transfer):
+        if not self._pending.add(transfer):
+            return
+        assert self._connection is not None, "a lane takes transfers once it is open"
+        try:
+            taken = self.send_now(self._connection, transfer)
+        except OSError as error:
+            self.fail(self._broken(error))
+            return
+        transfer.begun, transfer.sent = taken is not False, taken is True
+        if not transfer.sent:
             self._queue.put(transfer)
+
+    def give_up(self, transfer: Transfer) -> None:
+        transfer.ended = True
+        self.ended(transfer)
+        self._pending.end(transfer, [LATE] * max(1, len(transfer.batch.pieces)))
+        if transfer.begun and not transfer.sent:
+            # The thread is reading its bytes: only a cut makes sure that the rest is never taken for them.
+            self.fail(Trouble(PeerGone, "cut, since a transfer ran out of time while it was sent"))
 
     def silence_s(self) -> float:
         return self._pending.silence_s()
 
     def fail(self, trouble: Trouble) -> None:
-        if self._pending.close(trouble):
-            _log.info("action=lane_failed peer=%s address=%s why=%r", self._peer.worker, self._address, trouble.why)
-            if self._connection is not None:
-                self.stop_writing(self._connection)
-            self._queue.put(None)
+        if not self._pending.close(trouble):
+            return
+        _log.info("action=lane_failed peer=%s address=%s why=%r", self._peer.worker, self._address, trouble.why)
+        if self._connection is not None:
+            self._loop.remove_reader(self._connection.readiness())
+            self._connection.shutdown()
+        self._queue.put(None)
 
     def join(self) -> None:
-        if self._threads:
-            self._threads[0].join()  # the sending thread: it may still start the hearing one
-            for thread in self._threads[1:]:
-                thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def acknowledge(self, body: frames.Ack) -> None:
         """Ends the transfer that ``body`` answers."""
         transfer = self._pending.get(body.id)
-        pieces = transfer.batch.pieces
-        if any(not 0 <= i < len(pieces) for i in body.bad):
-            raise frames.FrameError(f"acknowledgement of pieces {body.bad} of {len(pieces)}")
-        outcome: list[Trouble | None] = [None] * len(pieces)
+        if transfer is None:
+            return
+        count = max(1, len(transfer.batch.pieces))
+        outcome: list[Trouble | None] = [None] * count
         if body.refused:
-            outcome = [Trouble(GrantRefused, body.refused)] * len(pieces)
+            outcome = [Trouble(GrantRefused, body.refused)] * count
         for i in body.bad:
+            if not 0 <= i < count:
+                raise frames.FrameError(f"acknowledgement of piece {i} of {count}")
             outcome[i] = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent")
-        if self._pending.pop(transfer):
-            transfer.finish(outcome)
+        self.ended(transfer)
+        self._pending.end(transfer, outcome)
 
-    def _spawn(self, role: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=f"{self._sender.name}-{role}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def proofs(self, transfer: Transfer) -> list[int]:
+        """A checksum for each piece, or nothing when they are switched off."""
+        if not self.checksums:
+            return []
+        return [checksum(self._sender.source(piece)) for piece in transfer.batch.pieces]
 
-    def _run_sending(self) -> None:
+    # -- the loop's side of the thread --------------------------------------------------------------------------
+
+    def _on_open(self, connection: Connection) -> None:
+        self._connection = connection
+        trouble = self._pending.trouble
+        if trouble is not None:  # failed while connecting, when there was nothing to shut down
+            connection.shutdown()
+        else:
+            self._loop.add_reader(connection.readiness(), self._hear_all)
+        self._opened(trouble)
+
+    def _on_refused(self, trouble: Trouble) -> None:
+        self.fail(trouble)
+        self._opened(trouble)
+
+    def _hear_all(self) -> None:
+        assert self._connection is not None
+        try:
+            bodies = self._connection.receive_now()
+            self._pending.heard()
+            for body in bodies:
+                self.hear(body)
+        except (OSError, Closed, frames.FrameError) as error:
+            self.fail(self._broken(error))
+        except Exception as error:
+            _log.exception("action=lane_failed peer=%s", self._peer.worker)
+            self.fail(Trouble(PeerGone, f"connection to {self._address} was given up: {error!r}"))
+
+    def _broken(self, error: BaseException) -> Trouble:
+        return Trouble(PeerGone, f"connection to {self._address} broke: {_text(error)}")
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
         try:
             connection = self._open()
         except (OSError, ValueError, Closed, frames.FrameError) as error:
             trouble = Trouble(PeerGone, f"no connection to {self._address}: {_text(error)}")
-            self.fail(trouble)
-            self._opened(trouble)
+            call_on(self._loop, self._on_refused, trouble)
             return
-        self._connection = connection
-        if self._pending.trouble is not None:  # failed while connecting, when there was nothing to shut down
-            connection.shutdown()
-        self._spawn("hear", lambda: self._run_hearing(connection))
-        self._opened(None)
+        call_on(self._loop, self._on_open, connection)
         try:
             while (transfer := self._queue.get()) is not None:
-                if transfer.abandoned:
-                    if self._pending.pop(transfer):
-                        transfer.finish_all(Trouble(PeerGone, "given up before it was sent"))
-                elif self._pending.holds(transfer):
-                    self.send(connection, transfer)
-        except OSError as error:
-            self.fail(Trouble(PeerGone, f"connection to {self._address} broke: {_text(error)}"))
-
-    def _run_hearing(self, connection: Connection) -> None:
-        try:
-            while True:
-                kind, length, descriptors = connection.receive_header()
-                try:
-                    body = connection.receive_body(kind, length)
-                except BaseException:
-                    close_all(descriptors)
-                    raise
-                self._pending.heard()
-                self.hear(connection, body, descriptors)
-        except (OSError, Closed, frames.FrameError) as error:
-            self.fail(Trouble(PeerGone, f"connection to {self._address} broke: {_text(error)}"))
+                if transfer.begun:  # from the event loop, which the rest would have kept waiting
+                    connection.flush()
+                else:
+                    transfer.begun = True
+                    if not transfer.ended:
+                        self.send(connection, transfer)
+                transfer.sent = True
         except Exception as error:
-            _log.exception("action=lane_failed peer=%s", self._peer.worker)
-            self.fail(Trouble(PeerGone, f"connection to {self._address} was given up: {error!r}"))
+            if not isinstance(error, OSError):
+                _log.exception("action=lane_failed peer=%s", self._peer.worker)
+            call_on(self._loop, self.fail, self._broken(error))
+            while self._queue.get() is not None:
+                pass
         finally:
-            self._threads[0].join()  # the sending thread: failing the lane has woken it
             connection.close()
             self.release()
 
     def _open(self) -> Connection:
-        connection = self.connect(self._address, self._sender.connect_timeout_s)
+        sender, peer = self._sender, self._peer
+        connection = self.connect(self._address, sender.connect_timeout_s)
         try:
-            connection.set_timeout(self._sender.connect_timeout_s)
-            connection.send(frames.Hello(self._sender.worker, self._peer.worker, self._peer.incarnation))
-            kind, length, descriptors = connection.receive_header()
-            close_all(descriptors)
-            if kind is not frames.Kind.WELCOME:
-                raise frames.FrameError(f"first frame is {kind.name}, not WELCOME")
-            body = connection.receive_body(kind, length)
-            assert isinstance(body, frames.Welcome)
-            if (body.worker, body.incarnation) != (self._peer.worker, self._peer.incarnation):
+            connection.set_timeout(sender.connect_timeout_s)
+            connection.send(frames.Hello(sender.worker, peer.worker, peer.incarnation, sender.host,
+                                         host_clock_s()))
+            body = connection.receive()
+            if not isinstance(body, frames.Welcome):
+                raise frames.FrameError(f"first frame is {type(body).__name__}, not Welcome")
+            if (body.worker, body.incarnation) != (peer.worker, peer.incarnation):
                 raise ConnectionRefusedError(f"{body.worker} (incarnation {body.incarnation}) answers there, "
-                                             f"not {self._peer.worker} (incarnation {self._peer.incarnation})")
+                                             f"not {peer.worker} (incarnation {peer.incarnation})")
             connection.set_timeout(None)
         except BaseException:
             connection.close()
             raise
+        self.checksums = body.checksums or needs_checksums(sender.checksums, self.path, sender.host, peer.host)
         return connection
+
+
+def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    """Calls ``function`` on ``loop``, from any thread; does nothing once the loop is closed: nobody waits there."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
 
 
 def _text(error: BaseException) -> str:

@@ -19,12 +19,14 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from prometheus_client import Counter
 
 from shared.clock import Clock
 from shared.errors import Bug
@@ -36,6 +38,8 @@ from shared.transfer.intervals import IntervalSet
 from shared.transfer.segment import Segment
 
 _canonical = msgspec.msgpack.Encoder()
+ANYBODY = WorkerId("")
+"""Peer of a grant that whoever holds it may use."""
 
 
 class Refused(Exception):
@@ -62,6 +66,7 @@ class _Granted:
     token: bytes
     expires_s: float
     ranges: dict[str, IntervalSet]
+    peer: WorkerId
 
 
 @dataclass(slots=True)
@@ -77,17 +82,19 @@ class _Entry:
 
 
 class Ledger:
-    """Books of one engine; ``segments`` is the engine's own map, which only grows."""
+    """Books of one engine; ``segments`` is the engine's own map."""
 
     def __init__(self, worker: WorkerId, incarnation: Incarnation, segments: Mapping[str, Segment], *,
-                 clock: Clock, checksums: bool) -> None:
+                 clock: Clock) -> None:
         self.worker, self.incarnation = worker, incarnation
         self._segments = segments
         self._clock = clock
-        self._checksums = checksums
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._entries: dict[OperationId, _Entry] = {}
+        self._generation = 0
+        #: {segment that goes away: who waits for its last writer}
+        self._retired: dict[str, Callable[[], None]] = {}
         #: {segment: every byte granted to some operation}
         self._granted: dict[str, IntervalSet] = {}
         #: {path: bytes verified}
@@ -95,8 +102,11 @@ class Ledger:
         self.corrupt_spans = 0
         self.refused_claims = 0
 
-    def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float) -> Grant:
-        """Lets the holder write ``ranges`` for ``ttl_s`` seconds; an operation may have several grants.
+    def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
+              peer: WorkerId = ANYBODY) -> Grant:
+        """Lets ``peer``, or whoever holds it, write ``ranges`` for ``ttl_s`` seconds.
+
+        An operation may have several grants.
 
         Raises :class:`Bug` when a range is not of our memory or is still granted to another operation.
         """
@@ -107,7 +117,6 @@ class Ledger:
             segment = self._segments.get(item.segment)
             if segment is None or item.offset < 0 or item.length < 0 or item.offset + item.length > segment.nbytes:
                 raise Bug(f"grant for {operation} names bytes that are not ours: {item}")
-        token = self._sign(operation, ranges, wall + ttl_s)
         with self._lock:
             entry = self._entries.get(operation)
             if entry is not None and entry.revoked:
@@ -121,17 +130,20 @@ class Ledger:
                 stop = item.offset + item.length
                 granted.setdefault(item.segment, IntervalSet()).add(item.offset, stop)
                 self._granted.setdefault(item.segment, IntervalSet()).add(item.offset, stop)
-            entry.grants.append(_Granted(token, now + ttl_s, granted))
-        return Grant(worker=self.worker, incarnation=self.incarnation, operation=operation, ranges=list(ranges),
-                     expires_at_s=wall + ttl_s, token=token)
+            self._generation += 1
+            grant = Grant(worker=self.worker, incarnation=self.incarnation, operation=operation, ranges=list(ranges),
+                          expires_at_s=wall + ttl_s, token=b"", peer=peer, generation=self._generation)
+            grant = msgspec.structs.replace(grant, token=self._sign(grant))
+            entry.grants.append(_Granted(grant.token, now + ttl_s, granted, peer))
+        return grant
 
-    def begin(self, claim: Claim, *, path: str, condemn: Callable[[str], None]) -> Writer:
+    def begin(self, claim: Claim, *, path: str, sender: str, condemn: Callable[[str], None]) -> Writer:
         """Admits a writer, or raises :class:`Refused`; end it with ``verify`` or ``fail``."""
         now = self._clock.monotonic()
         operation = OperationId(claim.operation)
         with self._lock:
             try:
-                entry = self._admit(claim, operation, now)
+                entry = self._admit(claim, operation, sender, now)
             except Refused:
                 self.refused_claims += 1
                 raise
@@ -158,11 +170,13 @@ class Ledger:
                 good_bytes = sum(span.length for i, span in enumerate(writer.spans) if i not in bad)
                 counts = self.received_bytes_by_path
                 counts[writer.path] = counts.get(writer.path, 0) + good_bytes
-                metrics.TRANSFER_BYTES.labels(writer.path, "received").inc(good_bytes)
                 self.corrupt_spans += len(bad)
                 quiet = self._leave(entry, writer)
+            received_counter(writer.path).inc(good_bytes)
             for callback in quiet:
                 callback()
+            if self._retired:
+                self._tell_retired()
             return sorted(bad)
 
     def fail(self, writer: Writer) -> None:
@@ -178,6 +192,8 @@ class Ledger:
             quiet = self._leave(entry, writer)
         for callback in quiet:
             callback()
+        if self._retired:
+            self._tell_retired()
 
     def revoke(self, operation: OperationId, on_quiet: Callable[[], None]) -> None:
         """Refuses the operation's writers from now on; calls ``on_quiet`` (from any thread) once none is left.
@@ -192,6 +208,33 @@ class Ledger:
                 quiet = self._close_if_quiet(operation, entry)
             else:
                 quiet = [on_quiet]
+        for callback in quiet:
+            callback()
+
+    def retire(self, segment: str, on_quiet: Callable[[], None]) -> None:
+        """Takes back what was granted of ``segment``, condemns its writers, calls ``on_quiet`` once none is left."""
+        with self._lock:
+            self._retired[segment] = on_quiet
+            self._granted.pop(segment, None)
+            for entry in self._entries.values():
+                for granted in entry.grants:
+                    granted.ranges.pop(segment, None)
+            writers = [writer for entry in self._entries.values() for writer in entry.writers
+                       if any(span.segment == segment for span in writer.spans)]
+        for writer in writers:
+            writer.condemn(f"segment {segment} was unregistered")
+        self._tell_retired()
+
+    def _tell_retired(self) -> None:
+        """Calls back for each retired segment that nobody writes into any more."""
+        with self._lock:
+            writers = [writer for entry in self._entries.values() for writer in entry.writers]
+            busy = {span.segment for writer in writers for span in writer.spans}
+            gone = [name for name in self._retired if name not in busy]
+            for entry in self._entries.values():
+                for name in gone:
+                    entry.verified.pop(name, None)
+            quiet = [self._retired.pop(name) for name in gone]
         for callback in quiet:
             callback()
 
@@ -231,15 +274,11 @@ class Ledger:
         with self._lock:
             return [writer for entry in self._entries.values() for writer in entry.writers if writer.deadline_s <= now]
 
-    def array(self, segment: str) -> npt.NDArray[np.uint8]:
-        """uint8 array over the whole of one of our segments; a claim that names it was admitted."""
-        return self._segments[segment].array
+    def bytes_of(self, span: Span) -> npt.NDArray[np.uint8]:
+        """Our memory that ``span`` names, uint8; its claim was admitted and has not ended."""
+        return self._segments[span.segment].array[span.offset:span.offset + span.length]
 
-    def descriptor(self, segment: str) -> int:
-        """Descriptor of one of our segments, still ours; a claim that names it was admitted."""
-        return self._segments[segment].fd
-
-    def _admit(self, claim: Claim, operation: OperationId, now: float) -> _Entry:
+    def _admit(self, claim: Claim, operation: OperationId, sender: str, now: float) -> _Entry:
         if claim.incarnation != self.incarnation:
             raise Refused(f"grant of incarnation {claim.incarnation}, this is {self.incarnation}")
         entry = self._entries.get(operation)
@@ -250,6 +289,8 @@ class Ledger:
             raise Refused(f"token does not fit any grant of operation {operation}")
         if granted.expires_s <= now:
             raise Refused(f"grant of operation {operation} expired {now - granted.expires_s:.3f} s ago")
+        if granted.peer not in (ANYBODY, sender):
+            raise Refused(f"grant of operation {operation} is for {granted.peer}, not for {sender}")
         for span in claim.spans:
             ranges = granted.ranges.get(span.segment)
             if ranges is None or not ranges.covers(span.offset, span.offset + span.length):
@@ -258,13 +299,11 @@ class Ledger:
         return entry
 
     def _mismatches(self, spans: Sequence[Span], checksums: Sequence[int]) -> set[int]:
-        if not self._checksums:
+        if not checksums:
             return set()
-        if not checksums:  # the sender sends none, but we demand them
-            return set(range(len(spans)))
         return {
             i for i, (span, expected) in enumerate(zip(spans, checksums, strict=True))
-            if checksum(self._segments[span.segment].array[span.offset:span.offset + span.length]) != expected
+            if checksum(self.bytes_of(span)) != expected
         }
 
     def _leave(self, entry: _Entry, writer: Writer) -> list[Callable[[], None]]:
@@ -293,11 +332,17 @@ class Ledger:
                 raise Bug(f"{item} is granted to operation {other}, which has not been released; "
                           f"operation {operation} cannot have it")
 
-    def _sign(self, operation: OperationId, ranges: Sequence[Range], expires_at_s: float) -> bytes:
-        # The nonce makes two grants of equal content differ, so a token never outlives its release.
-        content: list[Any] = [self.worker, self.incarnation, operation, secrets.token_bytes(16), expires_at_s,
-                              [(item.segment, item.offset, item.length) for item in ranges]]
+    def _sign(self, grant: Grant) -> bytes:
+        # The generation makes two grants of equal content differ, so a token never outlives its release.
+        content: list[Any] = [grant.worker, grant.incarnation, grant.operation, grant.generation, grant.peer,
+                              grant.expires_at_s, [(item.segment, item.offset, item.length) for item in grant.ranges]]
         return hmac.new(self._secret, _canonical.encode(content), hashlib.sha256).digest()
+
+
+@cache
+def received_counter(path: str) -> Counter:
+    """The metric of bytes that came by ``path``; looked up once."""
+    return metrics.TRANSFER_BYTES.labels(path, "received")
 
 
 def checksum(data: npt.NDArray[np.uint8]) -> int:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
 
 from shared.messages import Grant
 from shared.telemetry import metrics
-from shared.transfer.lane import Lane, Outcome, Transfer, Trouble
+from shared.transfer.addresses import host_clock_s
+from shared.transfer.lane import LATE, Lane, Outcome, Transfer, Trouble
 from shared.transfer.plan import Batch
-from shared.transfer.types import TransferTimeout
+from shared.transfer.types import PeerGone, TransferCancelled
 
 WINDOW = 128
 """Batches on their way to one peer. Also bounds the answers that can wait unread in a socket, so that the two
 sides never block on each other."""
-LANE_BYTES = 4 << 20
-"""Bytes on their way on a lane before another one is opened beside it."""
 
-_LATE = Trouble(TransferTimeout, "not acknowledged before the deadline")
+_CANCELLED = Trouble(TransferCancelled, "cancelled before it was sent")
 
 
 @dataclass(eq=False, slots=True)
@@ -32,15 +29,52 @@ class _Load:
     nbytes: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class Sending:
+    """Some batches on their way to one peer, or about to be."""
+
+    batches: Sequence[Batch]
+    grant: Grant
+    deadline_s: float
+    """On the host's clock."""
+    note: bytes | None
+    """Goes with the last batch."""
+    corrupt: Callable[[Batch], frozenset[int]]
+    outcomes: list[Outcome | None] = field(init=False)
+    """One a batch, ``None`` until it is known."""
+    ended_s: list[float] = field(init=False)
+    """When each became known, on the host's clock."""
+    left: int = field(init=False)
+    """Outcomes not known yet."""
+    told: Callable[[], None] = lambda: None
+    """Called when no outcome is left to wait for."""
+    cancelled: bool = False
+    transfers: list[tuple[_Load, Transfer]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.batches)
+        self.outcomes, self.ended_s = [None] * self.left, [0.0] * self.left
+
+    def tell(self, index: int, outcome: Outcome) -> None:
+        """What became of the batch ``index``."""
+        self.outcomes[index], self.ended_s[index] = outcome, host_clock_s()
+        self.left -= 1
+        if not self.left:
+            self.told()
+
+
 class Link:
     """Opens lanes when they are needed; ``make_lane`` makes one that is not started.
 
-    ``settings`` bounds: at most ``max_lanes`` lanes and ``max_inflight`` bytes on their way (or one batch).
+    At most ``max_lanes`` lanes, another one only when each has ``lane_bytes`` on its way; at most ``max_inflight``
+    bytes on their way (or one batch).
     """
 
-    def __init__(self, make_lane: Callable[[], Lane], *, max_lanes: int, max_inflight: int, silence_s: float) -> None:
+    def __init__(self, make_lane: Callable[[], Lane], *, max_lanes: int, lane_bytes: int, max_inflight: int,
+                 silence_s: float) -> None:
         self._make_lane = make_lane
-        self._max_lanes, self._max_inflight, self._silence_s = max_lanes, max_inflight, silence_s
+        self._max_lanes, self._lane_bytes, self._max_inflight = max_lanes, lane_bytes, max_inflight
+        self._silence_s = silence_s
         self._open: list[_Load] = []
         self._opening: asyncio.Future[_Load | Trouble] | None = None
         self._started: list[Lane] = []
@@ -53,31 +87,73 @@ class Link:
         """Is a lane open?"""
         return any(load.lane.failed is None for load in self._open)
 
-    async def send(self, batches: Sequence[Batch], grant: Grant, *, deadline_s: float,
-                   corrupt: Callable[[Batch], frozenset[int]]) -> list[Outcome]:
-        """What became of each batch by ``deadline_s`` (loop time). Raises nothing but cancellation."""
-        sent: list[tuple[Transfer, asyncio.Future[Outcome]]] = []
-        unsent = _LATE
+    def send_now(self, sending: Sending) -> bool:
+        """Submits everything if that needs no waiting; false, with nothing done, if it does."""
+        nbytes = sum(batch.nbytes for batch in sending.batches)
+        if self._waiting or not self._fits(nbytes, len(sending.batches)):
+            return False
+        loads = []
+        planned: dict[int, int] = {}
+        for batch in sending.batches:
+            load = self._usable(planned)
+            if load is None:
+                return False
+            planned[id(load)] = planned.get(id(load), 0) + batch.nbytes
+            loads.append(load)
+        for i, load in enumerate(loads):
+            self._take(sending.batches[i].nbytes)
+            self._submit(load, sending, i)
+        return True
+
+    async def send(self, sending: Sending) -> None:
+        """Submits every batch as lanes and room allow; returns once each has its outcome, at the deadline at last.
+
+        Cancelling it with ``sending.cancelled`` set holds back what was not submitted; the rest is waited for, since
+        its bytes may be on their way.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + sending.deadline_s - host_clock_s()
+        done = asyncio.Event()
+        sending.told = done.set
+        unsent = LATE
         try:
             async with asyncio.timeout_at(deadline_s):
-                for batch in batches:
+                for i, batch in enumerate(sending.batches):
                     load = await self._lane()
                     if isinstance(load, Trouble):
                         unsent = load
                         break
                     await self._room(batch.nbytes)
-                    sent.append(self._submit(load, batch, grant, deadline_s, corrupt(batch)))
-                for _, future in sent:
-                    await future
+                    self._submit(load, sending, i)
         except TimeoutError:
-            self._drop_silent()
-        finally:
-            for transfer, future in sent:
-                if not _is_told(future):
-                    transfer.abandoned = True
-        told = [future.result() if _is_told(future) else [_LATE] * len(transfer.batch.pieces)
-                for transfer, future in sent]
-        return told + [[unsent] * len(batch.pieces) for batch in batches[len(sent):]]
+            pass
+        except asyncio.CancelledError:
+            if not sending.cancelled:
+                raise
+            unsent = _CANCELLED
+        for i in range(len(sending.transfers), len(sending.batches)):
+            sending.tell(i, [unsent] * max(1, len(sending.batches[i].pieces)))
+        while sending.left:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await done.wait()
+            except TimeoutError:
+                self.expire(sending)
+            except asyncio.CancelledError:
+                if not sending.cancelled:
+                    raise
+
+    def expire(self, sending: Sending) -> None:
+        """The time of ``sending`` is over: nothing of it is on its way when this returns.
+
+        Lanes whose peer has been silent are dead, not slow.
+        """
+        late = [(load.lane, transfer) for load, transfer in sending.transfers if not transfer.ended]
+        silent = {lane: silence_s for lane, _ in late if (silence_s := lane.silence_s()) >= self._silence_s}
+        for lane, transfer in late:
+            lane.give_up(transfer)
+        for lane, silence_s in silent.items():
+            lane.fail(Trouble(PeerGone, f"the peer has been silent for {silence_s:.1f} s"))
 
     def fail(self, trouble: Trouble) -> list[Lane]:
         """Ends everything on its way; returns the lanes whose threads still run."""
@@ -85,67 +161,65 @@ class Link:
             lane.fail(trouble)
         return [lane for lane in self._started if lane.alive]
 
+    def _usable(self, planned: dict[int, int]) -> _Load | None:
+        """The least loaded lane, unless another one should be opened first. ``planned``: {id of a load: bytes}."""
+        self._open = [load for load in self._open if load.lane.failed is None]
+        best = min(self._open, key=lambda load: load.nbytes + planned.get(id(load), 0), default=None)
+        if best is None or (best.nbytes + planned.get(id(best), 0) >= self._lane_bytes
+                            and len(self._open) < self._max_lanes):
+            return None
+        return best
+
     async def _lane(self) -> _Load | Trouble:
         """The least loaded lane; another one when that is busy and there may be more.
 
         It may have failed by the time it is used: then it reports so for what it is given.
         """
-        self._open = [load for load in self._open if load.lane.failed is None]
-        best = min(self._open, key=lambda load: load.nbytes, default=None)
-        if best is not None and (best.nbytes < LANE_BYTES or len(self._open) >= self._max_lanes):
-            return best
+        load = self._usable({})
+        if load is not None:
+            return load
         if self._opening is None:
             self._opening = self._start()
         # Others may wait for it too: our deadline must not end their wait.
         opened = await asyncio.shield(self._opening)
-        if isinstance(opened, Trouble):
-            return best if best is not None else opened
-        return min(self._open, key=lambda load: load.nbytes, default=opened)
+        best = min(self._open, key=lambda load: load.nbytes, default=None)
+        return best if best is not None else opened
 
     def _start(self) -> asyncio.Future[_Load | Trouble]:
-        loop = asyncio.get_running_loop()
-        opening: asyncio.Future[_Load | Trouble] = loop.create_future()
+        opening: asyncio.Future[_Load | Trouble] = asyncio.get_running_loop().create_future()
         lane = self._make_lane()
         self._started = [other for other in self._started if other.alive]
         self._started.append(lane)
-        lane.start(partial(call_on, loop, self._opened, lane, opening))
+
+        def opened(trouble: Trouble | None) -> None:
+            self._opening = None
+            if trouble is not None:
+                opening.set_result(trouble)
+                return
+            load = _Load(lane)
+            self._open.append(load)
+            opening.set_result(load)
+
+        lane.start(opened)
         return opening
 
-    def _opened(self, lane: Lane, opening: asyncio.Future[_Load | Trouble], trouble: Trouble | None) -> None:
-        self._opening = None
-        if trouble is not None:
-            opening.set_result(trouble)
-            return
-        load = _Load(lane)
-        self._open.append(load)
-        opening.set_result(load)
+    def _submit(self, load: _Load, sending: Sending, index: int) -> None:
+        batch = sending.batches[index]
 
-    def _submit(self, load: _Load, batch: Batch, grant: Grant, deadline_s: float,
-                corrupt: frozenset[int]) -> tuple[Transfer, asyncio.Future[Outcome]]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Outcome] = loop.create_future()
-        transfer = Transfer(batch, grant, max(1e-3, deadline_s - loop.time()),
-                            partial(call_on, loop, self._finished, load, batch.nbytes, future), corrupt)
+        def finish(outcome: Outcome) -> None:
+            load.nbytes -= batch.nbytes
+            self._give_back(batch.nbytes)
+            sending.tell(index, outcome)
+
+        note = sending.note if index == len(sending.batches) - 1 else None
+        transfer = Transfer(batch, sending.grant, sending.deadline_s, note, finish, sending.corrupt(batch))
         load.nbytes += batch.nbytes
+        sending.transfers.append((load, transfer))
         load.lane.submit(transfer)
-        return transfer, future
-
-    def _finished(self, load: _Load, nbytes: int, future: asyncio.Future[Outcome], outcome: Outcome) -> None:
-        load.nbytes -= nbytes
-        self._give_back(nbytes)
-        if not future.done():
-            future.set_result(outcome)
-
-    def _drop_silent(self) -> None:
-        """A push ran out of time: lanes whose peer has been silent are dead, not slow."""
-        for load in self._open:
-            silence_s = load.lane.silence_s()
-            if silence_s >= self._silence_s:
-                load.lane.fail(Trouble(TransferTimeout, f"the peer has been silent for {silence_s:.1f} s"))
 
     async def _room(self, nbytes: int) -> None:
         """Waits, in order of arrival, until ``nbytes`` more may be on their way."""
-        if not self._waiting and self._fits(nbytes):
+        if not self._waiting and self._fits(nbytes, 1):
             self._take(nbytes)
             return
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -154,15 +228,16 @@ class Link:
         try:
             await ticket
         except asyncio.CancelledError:
-            if _is_told(ticket):
+            if ticket.done() and not ticket.cancelled():
                 self._give_back(nbytes)
             else:
                 self._waiting.remove(entry)
                 self._admit()
             raise
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._batches == 0 or (self._batches < WINDOW and self._nbytes + nbytes <= self._max_inflight)
+    def _fits(self, nbytes: int, batches: int) -> bool:
+        return (self._batches == 0 and batches == 1) or (
+            self._batches + batches <= WINDOW and self._nbytes + nbytes <= self._max_inflight)
 
     def _take(self, nbytes: int) -> None:
         self._batches += 1
@@ -176,21 +251,8 @@ class Link:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
+        while self._waiting and self._fits(self._waiting[0][0], 1):
             nbytes, ticket = self._waiting.popleft()
             if not ticket.cancelled():
                 self._take(nbytes)
                 ticket.set_result(None)
-
-
-def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """Calls ``function`` on ``loop``, from any thread; does nothing once the loop is closed: nobody waits there."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-
-
-def _is_told(future: asyncio.Future[Any]) -> bool:
-    return future.done() and not future.cancelled()

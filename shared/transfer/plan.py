@@ -1,8 +1,8 @@
 """How a push is cut, joined and routed. Pure: values in, values out.
 
-* A slice longer than ``piece_bytes`` is cut; a piece has its own checksum, so a slice fails by its own pieces only.
+* Neighbours on *both* sides are joined into one piece, when a checksum of each slice's own is not wanted.
+* A slice longer than ``piece_bytes`` is cut; a piece is verified by itself, so a slice fails by its own pieces only.
 * Pieces are packed into batches, the unit of a claim, an acknowledgement and of pipelining.
-* Pieces that are neighbours on *both* sides are moved as one run: one copy, one part of a gathered send.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.messages import Endpoint
-from shared.transfer.frames import MAX_SEGMENTS, MAX_SPANS, Span
+from shared.transfer.frames import MAX_SPANS, Span
 from shared.transfer.types import Slice
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 BATCH_BYTES = 8 << 20
+STAGE_BYTES = 1 << 20
+"""Most bytes of a batch that has to be staged."""
+MIN_SPREAD_BYTES = 512 << 10
+"""A batch below this is not worth another thread's waking."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``remote.length`` bytes at ``offset`` of the local ``segment``; part of the push's slice ``index``."""
+    """``remote.length`` bytes at ``offset`` of the local ``segment``; of the push's slices ``first`` to ``last``."""
 
-    index: int
+    first: int
+    last: int
     segment: str
     offset: int
     remote: Span
@@ -36,65 +41,27 @@ class Batch:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """``length`` bytes, contiguous on both sides: ``[offset, ...)`` here to ``[remote_offset, ...)`` there."""
-
-    segment: str
-    offset: int
-    remote_segment: str
-    remote_offset: int
-    length: int
-
-
-def plan_batches(slices: Mapping[int, Slice], *, piece_bytes: int = PIECE_BYTES, batch_bytes: int = BATCH_BYTES,
-                 max_pieces: int = MAX_SPANS) -> list[Batch]:
-    """Cuts ``{index: slice}`` into batches, in order; slices of no bytes appear in none."""
+def plan_batches(slices: Mapping[int, Slice], *, join: bool, piece_bytes: int = PIECE_BYTES,
+                 batch_bytes: int = BATCH_BYTES, max_pieces: int = MAX_SPANS) -> list[Batch]:
+    """Cuts ``{index: slice}``, indexes ascending, into batches, in order; slices of no bytes appear in none."""
     batches: list[Batch] = []
     pieces: list[Piece] = []
-    segments: set[str] = set()
     filled = 0
-    for piece in _pieces(slices, piece_bytes):
-        remote = piece.remote
-        if pieces and (filled + remote.length > batch_bytes or len(pieces) == max_pieces
-                       or (remote.segment not in segments and len(segments) == MAX_SEGMENTS)):
+    for piece in _pieces(slices, join, min(piece_bytes, batch_bytes)):
+        length = piece.remote.length
+        if pieces and (filled + length > batch_bytes or len(pieces) == max_pieces):
             batches.append(Batch(tuple(pieces), filled))
-            pieces, segments, filled = [], set(), 0
+            pieces, filled = [], 0
         pieces.append(piece)
-        segments.add(remote.segment)
-        filled += remote.length
+        filled += length
     if pieces:
         batches.append(Batch(tuple(pieces), filled))
     return batches
 
 
-def plan_runs(pieces: Sequence[Piece]) -> list[Run]:
-    """Joins neighbours of ``pieces``, which keep their order."""
-    runs: list[Run] = []
-    for piece in pieces:
-        remote = piece.remote
-        last = runs[-1] if runs else None
-        if (last is not None and last.segment == piece.segment and last.remote_segment == remote.segment
-                and last.offset + last.length == piece.offset
-                and last.remote_offset + last.length == remote.offset):
-            runs[-1] = Run(last.segment, last.offset, last.remote_segment, last.remote_offset,
-                           last.length + remote.length)
-        else:
-            runs.append(Run(piece.segment, piece.offset, remote.segment, remote.offset, remote.length))
-    return runs
-
-
-def join_spans(spans: Sequence[Span]) -> list[tuple[str, int, int]]:
-    """Neighbouring ``spans`` joined: ``(segment, offset, length)``, in order. What a scattered receive reads into."""
-    joined: list[tuple[str, int, int]] = []
-    for span in spans:
-        if joined:
-            segment, offset, length = joined[-1]
-            if segment == span.segment and offset + length == span.offset:
-                joined[-1] = (segment, offset, length + span.length)
-                continue
-        joined.append((span.segment, span.offset, span.length))
-    return joined
+def spread_bytes(nbytes: int, lanes: int) -> int:
+    """Size of the batches of a push of ``nbytes`` so that every one of ``lanes`` has work, if that is worth it."""
+    return max(MIN_SPREAD_BYTES, min(BATCH_BYTES, -(-nbytes // lanes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +129,39 @@ def choose_paths(allowed: Sequence[str], own: Endpoint, peer: Endpoint, *, same_
     return Routes(tuple(healthy + doubtful), excluded)
 
 
-def _pieces(slices: Mapping[int, Slice], piece_bytes: int) -> Iterator[Piece]:
+def needs_checksums(policy: str, path: str, own_host: str, peer_host: str) -> bool:
+    """Must a sender prove its bytes? ``auto``: where they cross between hosts and nothing below checks them all.
+
+    Within a host they never leave its memory, and RDMA's packets carry a CRC-32 from end to end; TCP's 16-bit
+    sum lets too much through.
+    """
+    if policy == "auto":
+        return path == "tcp" and own_host != peer_host
+    return policy == "on"
+
+
+def _pieces(slices: Mapping[int, Slice], join: bool, piece_bytes: int) -> Iterator[Piece]:
+    waiting: Piece | None = None
     for index, item in slices.items():
-        remote = item.remote
-        for start in range(0, remote.length, piece_bytes):
-            length = min(piece_bytes, remote.length - start)
-            yield Piece(index, item.segment, item.offset + start, Span(remote.segment, remote.offset + start, length))
+        segment, offset, remote = item.segment, item.offset, item.remote
+        length = remote.length
+        if not length:
+            continue
+        if waiting is not None:
+            reached = waiting.remote
+            if (join and waiting.offset + reached.length == offset and reached.offset + reached.length == remote.offset
+                    and waiting.segment == segment and reached.segment == remote.segment
+                    and reached.length + length <= piece_bytes):
+                waiting = Piece(waiting.first, index, segment, waiting.offset,
+                                Span(reached.segment, reached.offset, reached.length + length))
+                continue
+            yield waiting
+            waiting = None
+        start = 0
+        while length - start > piece_bytes:
+            yield Piece(index, index, segment, offset + start, Span(remote.segment, remote.offset + start, piece_bytes))
+            start += piece_bytes
+        waiting = Piece(index, index, segment, offset + start,
+                        Span(remote.segment, remote.offset + start, length - start))
+    if waiting is not None:
+        yield waiting

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from shared.clock import Clock
+from shared.ids import HostId, OperationId, WorkerId
 from shared.transfer import frames
 from shared.transfer.ledger import Ledger, Refused, Writer
-from shared.transfer.wire import Closed, Connection, close_all
+from shared.transfer.plan import needs_checksums
+from shared.transfer.types import Notification
+from shared.transfer.wire import Closed, Connection
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +40,9 @@ class Session(ABC):
         self._ledger = receiver.ledger
         self._writers: dict[int, Writer] = {}
         self._condemned = ""
+        self._demands_checksums = False
+        self.sender, self.sender_host, self.sender_clock_s = "", "", 0.0
+        """As the HELLO said."""
         self.deadline_s: float | None = receiver.clock.monotonic() + HANDSHAKE_S
         """Monotonic seconds by which what is being received must be complete; ``None`` while idle."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -45,19 +51,21 @@ class Session(ABC):
     def handle(self, body: frames.Body) -> None:
         """Does what ``body`` asks for; raises :class:`frames.FrameError` when it has no business here."""
 
+    def greeted(self) -> None:  # noqa: B027  most transports need not know
+        """The sender has said who it is. Raises :class:`frames.FrameError` to send it away."""
+
+    def ended(self) -> None:  # noqa: B027  most transports hold nothing
+        """Makes sure that nothing writes for this session any more and gives back what it held."""
+
     def condemn(self, why: str) -> None:
         """Ends the session, from any thread; its writers are failed by its own thread. Idempotent."""
         if not self._condemned:
             self._condemned = why
             self._receiver.count_dropped("deadline", why)
-            self.cut()
-
-    def cut(self) -> None:
-        """Makes the thread end, but not before the sender has surely stopped writing."""
-        self._connection.shutdown()
+            self.end()
 
     def end(self) -> None:
-        """Makes the thread end now: the memory is going away and will not be used again."""
+        """Makes the thread end; from any thread."""
         self._connection.shutdown()
 
     def _run(self) -> None:
@@ -65,7 +73,7 @@ class Session(ABC):
             self._greet()
             while True:
                 self.deadline_s = None
-                body = self._next()
+                body = self._connection.receive(self._begun)
                 if not self._condemned:
                     self.handle(body)
         except (Closed, OSError):
@@ -76,35 +84,23 @@ class Session(ABC):
             _log.exception("action=session_failed path=%s", self.path)
             self._receiver.count_dropped("internal", "see the stack trace")
         finally:
-            if self._writers:
-                self._outlast_sender()
             self._connection.close()
+            self.ended()
             for writer in self._writers.values():
                 self._ledger.fail(writer)
 
-    def _outlast_sender(self) -> None:
-        """Reads on to the end of the stream: until then the sender may write."""
-        self.cut()
-        scratch = bytearray(4096)
-        try:
-            while True:
-                self._connection.receive_into(memoryview(scratch))
-        except (Closed, OSError):
-            pass
-
     def _greet(self) -> None:
-        kind, length, descriptors = self._connection.receive_header()
-        close_all(descriptors)
-        if kind is not frames.Kind.HELLO:
-            raise frames.FrameError(f"first frame is {kind.name}, not HELLO")
-        self._connection.receive_body(kind, length)
-        self._connection.send(frames.Welcome(self._ledger.worker, self._ledger.incarnation))
+        hello = self._connection.receive()
+        if not isinstance(hello, frames.Hello):
+            raise frames.FrameError(f"first frame is {type(hello).__name__}, not Hello")
+        self.sender, self.sender_host, self.sender_clock_s = hello.sender, hello.host, hello.clock_s
+        self.greeted()
+        receiver = self._receiver
+        self._demands_checksums = needs_checksums(receiver.checksums, self.path, receiver.host, hello.host)
+        self._connection.send(frames.Welcome(self._ledger.worker, self._ledger.incarnation, self._demands_checksums))
 
-    def _next(self) -> frames.Body:
-        kind, length, descriptors = self._connection.receive_header()
-        close_all(descriptors)
+    def _begun(self) -> None:
         self.deadline_s = self._receiver.clock.monotonic() + HANDSHAKE_S
-        return self._connection.receive_body(kind, length)
 
     def _begin(self, claim: frames.Claim) -> Writer | None:
         """Admits a claim; refuses it to the sender's face otherwise."""
@@ -113,18 +109,29 @@ class Session(ABC):
         try:
             if len(self._writers) >= MAX_WRITERS:
                 raise Refused(f"{MAX_WRITERS} claims of this connection are in progress")
-            writer = self._ledger.begin(claim, path=self.path, condemn=self.condemn)
+            if self._demands_checksums and claim.spans and not claim.checksums:
+                raise Refused("checksums are demanded here")
+            if claim.note is not None and not self._receiver.can_notify():
+                raise Refused("nobody takes the notifications that are here already")
+            writer = self._ledger.begin(claim, path=self.path, sender=self.sender, condemn=self.condemn)
         except Refused as refused:
             self._connection.send(frames.Ack(claim.id, refused=str(refused)[:1024]))
             return None
         self._writers[claim.id] = writer
         return writer
 
-    def _verify(self, claim_id: int, checksums: list[int]) -> None:
-        """Ends a claim well and acknowledges it: booked before told."""
-        bad = self._ledger.verify(self._writers[claim_id], checksums)
-        del self._writers[claim_id]
-        self._connection.send(frames.Ack(claim_id, bad=bad))
+    def _commit(self, claim: frames.Claim, checksums: list[int]) -> None:
+        """Ends a claim well: booked before its note is passed on, and that before it is acknowledged."""
+        bad = self._ledger.verify(self._writers[claim.id], checksums)
+        del self._writers[claim.id]
+        if claim.note is not None and not bad:
+            self._receiver.notify(Notification(OperationId(claim.operation), WorkerId(self.sender), claim.note))
+        self._connection.send(frames.Ack(claim.id, bad=bad))
+
+    def _refuse(self, claim: frames.Claim, why: str) -> None:
+        """Ends a claim badly; nothing writes for it any more."""
+        self._ledger.fail(self._writers.pop(claim.id))
+        self._connection.send(frames.Ack(claim.id, refused=why))
 
 
 OpenSession = Callable[["Receiver", socket.socket, str], Session]
@@ -132,10 +139,15 @@ OpenSession = Callable[["Receiver", socket.socket, str], Session]
 
 
 class Receiver:
-    """Listeners and sessions of one engine."""
+    """Listeners and sessions of one engine.
 
-    def __init__(self, ledger: Ledger, *, clock: Clock, max_connections: int, name: str) -> None:
-        self.ledger, self.clock = ledger, clock
+    ``notify`` passes a notification on, from any thread; ``can_notify``: is there room for one?
+    """
+
+    def __init__(self, ledger: Ledger, *, host: HostId, checksums: str, clock: Clock, max_connections: int,
+                 name: str, notify: Callable[[Notification], None], can_notify: Callable[[], bool]) -> None:
+        self.ledger, self.host, self.checksums, self.clock = ledger, host, checksums, clock
+        self.notify, self.can_notify = notify, can_notify
         self._max_connections = max_connections
         self._name = name
         self._lock = threading.Lock()

@@ -1,62 +1,133 @@
-"""Registered memory: an anonymous file in RAM, so that its descriptor can be handed to another process."""
+"""Registered memory, and the memory of others that a descriptor opens."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import itertools
 import mmap
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import Bug
 
+HUGE_PAGE_BYTES = 2 << 20
+_serials = itertools.count(1)
+
 
 class Segment:
-    """``nbytes`` of zeroed memory under ``name``; pages are allocated when first touched.
+    """``nbytes`` of memory under ``name``.
 
-    ``buffer`` is a writable view for the owner (``torch.frombuffer``, ``numpy.frombuffer``). The memory itself
-    lives until the last view of it dies; after :meth:`close` nobody new can map it.
+    ``buffer`` is a writable view for the owner (``torch.frombuffer``, ``numpy.frombuffer``), ``array`` the same as
+    uint8. ``fd`` is an anonymous file that holds it, so that another process can map it, or -1 for memory of the
+    caller's. The memory itself lives until the last view of it dies; after :meth:`close` nobody new can map it.
+    ``serial`` is unique in this process: a later segment of the same name has another. ``mappable``: another process
+    can map ``fd`` without fear of its end.
     """
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str, array: npt.NDArray[np.uint8], fd: int) -> None:
+        self.name, self.array, self.fd = name, array, fd
+        self.nbytes = len(array)
+        self.buffer = array.data
+        self.serial = next(_serials)
+        self.mappable = fd >= 0 and bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+    @classmethod
+    def allocate(cls, name: str, nbytes: int, *, huge_pages: bool = False) -> Segment:
+        """New zeroed memory; pages are allocated when first touched, huge ones when they are free and wanted."""
         if nbytes <= 0:
             raise Bug(f"segment {name} cannot have {nbytes} bytes")
-        self.name, self.nbytes = name, nbytes
-        self.fd = os.memfd_create(f"moonbus-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, nbytes)
-            # A peer that maps the file must not be able to shrink it under us (SIGBUS).
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapped = mmap.mmap(self.fd, nbytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        # Only views hold the mapping: it goes with the last of them, whoever has it.
-        self.buffer = memoryview(mapped)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
+        for fd, size in _files(f"moonbus-{name}", nbytes, huge_pages):
+            try:
+                os.ftruncate(fd, size)
+                # A peer that maps the file must not be able to meet its end (SIGBUS).
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+                mapped = mmap.mmap(fd, size)
+            except OSError:
+                os.close(fd)
+                if size % HUGE_PAGE_BYTES == 0 and huge_pages:
+                    continue  # too few huge pages are free: ordinary ones serve as well
+                raise
+            return cls(name, np.frombuffer(mapped, dtype=np.uint8)[:nbytes], fd)
+        raise Bug("an ordinary file is always tried")
+
+    @classmethod
+    def adopt(cls, name: str, memory: Any) -> Segment:
+        """Memory that exists: a memfd (its descriptor, which stays the caller's), a CPU tensor, or a writable
+        contiguous buffer (numpy array, memoryview, bytearray), which is kept alive.
+
+        Raises :class:`Bug` when it cannot be written, is not contiguous or is empty.
+        """
+        if isinstance(memory, int):
+            nbytes = os.fstat(memory).st_size
+            if nbytes <= 0:
+                raise Bug(f"memory of segment {name} is an empty file")
+            fd = os.dup(memory)
+            try:
+                return cls(name, np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8), fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        array = _tensor_bytes(name, memory) if hasattr(memory, "data_ptr") else _buffer_bytes(name, memory)
+        if not len(array):
+            raise Bug(f"memory of segment {name} is empty")
+        return cls(name, array, -1)
 
     def close(self) -> None:
         """Closes the descriptor and drops our views. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            self.array = np.empty(0, dtype=np.uint8)
-            self.buffer = memoryview(b"")
+        self.array = np.empty(0, dtype=np.uint8)
+        self.buffer = memoryview(b"")
 
 
 class MappedSegment:
-    """A peer's segment, mapped from the descriptor it handed out. Takes ownership of ``fd``."""
+    """A peer's memory, mapped from the descriptor it handed over, to be read. Takes ownership of ``fd``."""
 
     def __init__(self, fd: int) -> None:
         try:
             nbytes = os.fstat(fd).st_size
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(f"segment of {nbytes} bytes could shrink under us")
-            self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+                raise OSError(f"memory of {nbytes} bytes could shrink under us")
+            self.array: npt.NDArray[np.uint8] = np.frombuffer(
+                mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), dtype=np.uint8)
         finally:
             os.close(fd)
 
     def close(self) -> None:
         """Drops our view, and with it the mapping."""
         self.array = np.empty(0, dtype=np.uint8)
+
+
+def _files(name: str, nbytes: int, huge_pages: bool) -> Iterator[tuple[int, int]]:
+    """Descriptors to try in turn, each with the size the file must get."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_pages:
+        try:
+            yield (os.memfd_create(name, flags | os.MFD_HUGETLB),
+                   -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+        except OSError:
+            pass  # a kernel without them
+    yield os.memfd_create(name, flags), nbytes
+
+
+def _tensor_bytes(name: str, tensor: Any) -> npt.NDArray[np.uint8]:
+    """The bytes of a torch tensor, without torch: numpy does not know all of its dtypes."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise Bug(f"memory of segment {name} is not a contiguous CPU tensor")
+    nbytes = tensor.numel() * tensor.element_size()
+    view = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    view.owner = tensor  # numpy keeps the view, the view keeps the tensor
+    return np.frombuffer(view, dtype=np.uint8)
+
+
+def _buffer_bytes(name: str, memory: Any) -> npt.NDArray[np.uint8]:
+    view = memoryview(memory)
+    if view.readonly or not view.c_contiguous:
+        raise Bug(f"memory of segment {name} cannot be written or is not contiguous")
+    return np.frombuffer(view.cast("B"), dtype=np.uint8)

@@ -1,153 +1,185 @@
-"""Shared memory: the sender maps the receiver's segment and copies into it.
+"""Shared memory: the receiver is told where the bytes lie in the sender's memory, and copies them into its own.
 
-A unix socket carries the claims. The first claim that names a segment brings its descriptor back (SCM_RIGHTS),
-so only the holder of a valid grant can map it. From then on that peer *could* write anywhere in the segment:
-peers on one host trust each other that far; what they write by claim is checked and verified all the same.
+A unix socket carries the claims; the descriptor of the sender's memory rides along (SCM_RIGHTS) with the first
+claim that needs it. One round trip, one copy, and nobody can write into the receiver's memory but the receiver:
+a sender that stalls, dies or goes mad in the middle of a transfer can hurt nothing, and ``release`` waits for nobody.
 
-A sender that stalls in the middle of a copy keeps its mapping, whatever the receiver does. So a claim past its
-deadline ends only when the sender's side of the connection is closed: by the sender, which closes it after its
-last write, or by the kernel, when the sender is dead.
+The sender may change its bytes once a push has ended. It ends with the acknowledgement or at its deadline, so the
+receiver looks at the clock, which both ends share, after the copy: what was copied by the deadline is what was meant.
+
+Memory that no other process can map (a caller's own array) goes through a small ring of memory that can.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
 
 from shared.messages import Endpoint
 from shared.transfer import frames
+from shared.transfer.addresses import host_clock_s
 from shared.transfer.lane import Sender, StreamLane, Transfer, Trouble, connected
-from shared.transfer.plan import Run, plan_runs
+from shared.transfer.plan import STAGE_BYTES
 from shared.transfer.receiver import Receiver, Session
-from shared.transfer.segment import MappedSegment
-from shared.transfer.tcp import timeout_ms
-from shared.transfer.types import PeerGone
-from shared.transfer.wire import Connection, close_all
+from shared.transfer.segment import MappedSegment, Segment
+from shared.transfer.wire import Connection
 
 PATH = "shm"
 MAX_SOCKET_PATH_BYTES = 107
 """The kernel's limit for a unix socket's path."""
+STAGE_SLOTS = 4
+_NO_SLOT = -1
+MAX_SOURCES = 256
+"""Segments of one sender mapped at the same time."""
+MAX_CLOCK_SKEW_S = 1.0
+"""Two processes whose monotonic clocks differ by more are in time namespaces of their own: no deadline is shared."""
 
 
 class ShmLane(StreamLane):
-    """Claims, then copies when told to go; the hearing thread does the copying."""
-
-    def __init__(self, sender: Sender, peer: Endpoint, address: str) -> None:
-        super().__init__(sender, peer, address)
-        self._mapped: dict[str, MappedSegment] = {}
-        self._writing = threading.Lock()
-        """Held while bytes are copied: the stream must not end before the copy does."""
-
-    def connect(self, address: str, timeout_s: float) -> Connection:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return Connection(connected(sock, address, timeout_s), takes_descriptors=True)
-
-    def send(self, connection: Connection, transfer: Transfer) -> None:
-        grant, spans = transfer.grant, [piece.remote for piece in transfer.batch.pieces]
-        unmapped = sorted(name for name in {span.segment for span in spans} if name not in self._mapped)
-        connection.send(frames.Begin(transfer.id, grant.operation, grant.incarnation, grant.token,
-                                     timeout_ms(transfer.timeout_s), spans, unmapped))
-
-    def hear(self, connection: Connection, body: frames.Body, descriptors: list[int]) -> None:
-        match body:
-            case frames.Go():
-                self._map(body.segments, descriptors)
-                self._write(connection, self._pending.get(body.id))
-            case frames.Ack():
-                close_all(descriptors)
-                self.acknowledge(body)
-            case _:
-                close_all(descriptors)
-                raise frames.FrameError(f"a receiver does not say {type(body).__name__} over shm")
-
-    def stop_writing(self, connection: Connection) -> None:
-        with self._writing:
-            connection.shutdown()
-
-    def release(self) -> None:
-        for mapped in self._mapped.values():
-            mapped.close()
-
-    def _map(self, names: list[str], descriptors: list[int]) -> None:
-        if len(names) != len(descriptors):
-            close_all(descriptors)
-            raise frames.FrameError(f"{len(descriptors)} descriptors came for segments {names}")
-        while descriptors:
-            name, descriptor = names[-len(descriptors)], descriptors.pop(0)
-            if name in self._mapped:  # two claims asked for it before the first answer came
-                os.close(descriptor)
-                continue
-            try:
-                self._mapped[name] = MappedSegment(descriptor)
-            except BaseException:
-                close_all(descriptors)
-                raise
-
-    def _write(self, connection: Connection, transfer: Transfer) -> None:
-        pieces = transfer.batch.pieces
-        for run in plan_runs(pieces):
-            with self._writing:
-                if self._pending.trouble is not None:
-                    return
-                if not transfer.abandoned:
-                    self._copy(run)
-        if transfer.abandoned:
-            if self._pending.pop(transfer):
-                transfer.finish_all(Trouble(PeerGone, "given up while it was written"))
-            connection.send(frames.Abort(transfer.id))
-            return
-        for i in transfer.corrupt:
-            remote = pieces[i].remote
-            self._mapped[remote.segment].array[remote.offset] ^= 0xFF
-        checksums = [value for piece in pieces for value in self._sender.checksum(piece)]
-        connection.send(frames.Done(transfer.id, checksums))
-
-    def _copy(self, run: Run) -> None:
-        target = self._mapped.get(run.remote_segment)
-        if target is None or run.remote_offset + run.length > len(target.array):
-            raise frames.FrameError(f"GO for bytes of segment {run.remote_segment} that were not handed out")
-        source = self._sender.segments[run.segment].array
-        target.array[run.remote_offset:run.remote_offset + run.length] = source[run.offset:run.offset + run.length]
-
-
-class ShmSession(Session):
-    """Admits claims, hands out descriptors, verifies what was written."""
+    """Says where the bytes lie; the thread stages those that lie where nobody else can see them."""
 
     path = PATH
 
+    def __init__(self, sender: Sender, peer: Endpoint, address: str) -> None:
+        super().__init__(sender, peer, address)
+        self._attached: set[int] = set()
+        """Serials of the segments whose descriptors the receiver has."""
+        self._stage: Segment | None = None
+        self._free: SimpleQueue[int] = SimpleQueue()
+        """Slots of the stage that no transfer uses."""
+        self._slots: dict[int, int] = {}
+        """{id of a staged transfer: its slot}"""
+
+    def connect(self, address: str, timeout_s: float) -> Connection:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Connection(connected(sock, address, timeout_s))
+
+    def send_now(self, connection: Connection, transfer: Transfer) -> bool | None:
+        if not self._is_mappable(transfer):
+            return False
+        body, fresh = self._describe(transfer)
+        taken = connection.send_now(body, descriptors=[segment.fd for segment in fresh])
+        if taken is not False:
+            self._attached.update(body.attached)
+        return taken
+
+    def send(self, connection: Connection, transfer: Transfer) -> None:
+        if self._is_mappable(transfer):
+            body, fresh = self._describe(transfer)
+        elif (staged := self._staged(transfer)) is not None:
+            body, fresh = staged
+        else:
+            return
+        connection.send(body, descriptors=[segment.fd for segment in fresh])
+        self._attached.update(body.attached)
+
+    def ended(self, transfer: Transfer) -> None:
+        slot = self._slots.pop(transfer.id, None)
+        if slot is not None:
+            self._free.put(slot)
+
+    def fail(self, trouble: Trouble) -> None:
+        super().fail(trouble)
+        self._free.put(_NO_SLOT)
+
+    def release(self) -> None:
+        if self._stage is not None:
+            self._stage.close()
+
+    def _is_mappable(self, transfer: Transfer) -> bool:
+        segments = self._sender.segments
+        return not transfer.corrupt and all(segments[piece.segment].mappable for piece in transfer.batch.pieces)
+
+    def _describe(self, transfer: Transfer) -> tuple[frames.Copy, list[Segment]]:
+        """The claim, and the segments whose descriptors go with it."""
+        segments = self._sender.segments
+        sources, fresh = [], {}
+        for piece in transfer.batch.pieces:
+            segment = segments[piece.segment]
+            sources.append(frames.Source(segment.serial, piece.offset))
+            if segment.serial not in self._attached:
+                fresh[segment.serial] = segment
+        return self._claim(transfer, sources, list(fresh)), list(fresh.values())
+
+    def _staged(self, transfer: Transfer) -> tuple[frames.Copy, list[Segment]] | None:
+        """The claim for a copy of the bytes, once there is a slot for it; ``None`` when the lane failed meanwhile."""
+        if self._stage is None:
+            self._stage = Segment.allocate("stage", STAGE_SLOTS * STAGE_BYTES)
+            for slot in range(STAGE_SLOTS):
+                self._free.put(slot)
+        slot = self._free.get()
+        if slot == _NO_SLOT:
+            return None
+        self._slots[transfer.id] = slot
+        if transfer.ended:
+            self.ended(transfer)
+            return None
+        offset, sources = slot * STAGE_BYTES, []
+        for i, piece in enumerate(transfer.batch.pieces):
+            staged = self._stage.array[offset:offset + piece.remote.length]
+            staged[:] = self._sender.source(piece)
+            if i in transfer.corrupt:
+                staged[0] ^= 0xFF
+            sources.append(frames.Source(self._stage.serial, offset))
+            offset += piece.remote.length
+        attached = [] if self._stage.serial in self._attached else [self._stage]
+        return self._claim(transfer, sources, [segment.serial for segment in attached]), attached
+
+    def _claim(self, transfer: Transfer, sources: list[frames.Source], attached: list[int]) -> frames.Copy:
+        grant = transfer.grant
+        return frames.Copy(
+            transfer.id, grant.operation, grant.incarnation, grant.token, self._sender.timeout_ms(transfer),
+            [piece.remote for piece in transfer.batch.pieces], transfer.note, self.proofs(transfer), sources, attached,
+            transfer.deadline_s)
+
+
+class ShmSession(Session):
+    """Copies out of the sender's memory after the claim was admitted."""
+
+    path = PATH
+
+    def __init__(self, receiver: Receiver, connection: Connection, name: str) -> None:
+        super().__init__(receiver, connection, name)
+        self._sources: dict[int, MappedSegment] = {}
+        """{serial: memory of the sender}"""
+
+    def greeted(self) -> None:
+        skew_s = abs(host_clock_s() - self.sender_clock_s)
+        if skew_s > MAX_CLOCK_SKEW_S:
+            raise frames.FrameError(f"monotonic clocks differ by {skew_s:.1f} s; this is no sender of this host")
+
     def handle(self, body: frames.Body) -> None:
-        match body:
-            case frames.Begin():
-                self._admit(body)
-            case frames.Done():
-                self._finish(body)
-            case frames.Abort():
-                writer = self._writers.pop(body.id, None)
-                if writer is None:
-                    raise frames.FrameError(f"ABORT of {body.id}, which is not in progress")
-                self._ledger.fail(writer)
-            case _:
-                raise frames.FrameError(f"a sender does not say {type(body).__name__} over shm")
-
-    def cut(self) -> None:
-        # Our half only: the sender sees the end of the stream, finishes its copy and closes; then so do we.
-        self._connection.shutdown(socket.SHUT_WR)
-
-    def _admit(self, body: frames.Begin) -> None:
+        if not isinstance(body, frames.Copy):
+            raise frames.FrameError(f"a sender does not say {type(body).__name__} over shm")
+        self._attach(body.attached)
         if self._begin(body) is None:
             return
-        # Only segments that the admitted spans name: a grant for one segment opens no other.
-        names = sorted({span.segment for span in body.spans} & set(body.unmapped))
-        self._connection.send(frames.Go(body.id, names), descriptors=[self._ledger.descriptor(name) for name in names])
+        for span, source in zip(body.spans, body.sources, strict=True):
+            self._ledger.bytes_of(span)[:] = self._source(source, span.length)
+        if host_clock_s() > body.deadline_s:
+            self._refuse(body, "copied after the sender's deadline")
+            return
+        self._commit(body, body.checksums)
 
-    def _finish(self, body: frames.Done) -> None:
-        writer = self._writers.get(body.id)
-        if writer is None:
-            raise frames.FrameError(f"DONE of {body.id}, which is not in progress")
-        if body.checksums and len(body.checksums) != len(writer.spans):
-            raise frames.FrameError(f"{len(body.checksums)} checksums for {len(writer.spans)} spans")
-        self._verify(body.id, body.checksums)
+    def ended(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def _attach(self, serials: list[int]) -> None:
+        for serial in serials:
+            if not self._connection.descriptors or len(self._sources) >= MAX_SOURCES:
+                raise frames.FrameError(f"memory {serial} came without a descriptor, or is one of too many")
+            self._sources[serial] = MappedSegment(self._connection.descriptors.popleft())
+
+    def _source(self, source: frames.Source, length: int) -> npt.NDArray[np.uint8]:
+        mapped = self._sources.get(source.serial)
+        if mapped is None or source.offset + length > len(mapped.array):
+            raise frames.FrameError(f"{length} bytes at {source.offset} of memory {source.serial} were not handed over")
+        return mapped.array[source.offset:source.offset + length]
 
 
 def listen_shm(path: str) -> socket.socket:
@@ -164,4 +196,4 @@ def listen_shm(path: str) -> socket.socket:
 
 def open_session(receiver: Receiver, sock: socket.socket, name: str) -> Session:
     """For :meth:`Receiver.listen`."""
-    return ShmSession(receiver, Connection(sock), name)
+    return ShmSession(receiver, Connection(sock, takes_descriptors=True), name)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+
+from prometheus_client import Counter as CounterMetric
+from prometheus_client import Histogram
 
 from shared.telemetry import metrics
+from shared.transfer.plan import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +47,16 @@ class Counts:
     failures: Counter[str] = field(default_factory=Counter)
     failovers: Counter[tuple[str, str]] = field(default_factory=Counter)
 
+    def chose(self, choice: Choice) -> None:
+        """A push starts by this path."""
+
     def pushed(self, path: str, nbytes: int, *, seconds: float) -> None:
         """A push was tried by ``path``; ``nbytes`` of it were acknowledged."""
         self.pushes[path] += 1
         self.sent_bytes[path] += nbytes
-        metrics.TRANSFER_SECONDS.labels(path).observe(seconds)
-        metrics.TRANSFER_BYTES.labels(path, "sent").inc(nbytes)
+        histogram, counter = _sent_metrics(path)
+        histogram.observe(seconds)
+        counter.inc(nbytes)
 
     def failed(self, path: str, codes: Iterable[str]) -> None:
         """Slices ended with these codes; ``path`` was tried last."""
@@ -59,3 +68,9 @@ class Counts:
         """A push goes on by another path."""
         self.failovers[before, after] += 1
         metrics.TRANSFER_FAILOVERS.labels(before, after).inc()
+
+
+@cache
+def _sent_metrics(path: str) -> tuple[Histogram, CounterMetric]:
+    """Seconds of pushes and bytes sent by ``path``; looked up once."""
+    return metrics.TRANSFER_SECONDS.labels(path), metrics.TRANSFER_BYTES.labels(path, "sent")

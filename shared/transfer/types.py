@@ -8,7 +8,8 @@
         ├── GrantRefused           the receiver did not accept the grant (forged, expired, revoked, out of range)
         ├── TransferTimeout        not acknowledged before the deadline
         ├── ChecksumMismatch       the receiver read other bytes than were sent
-        └── PathFailed             no transport connects the two ends
+        ├── PathFailed             no transport connects the two ends
+        └── TransferCancelled      the pusher changed its mind
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.errors import MoonbusError
+from shared.ids import OperationId, WorkerId
 from shared.messages import Range
 
 
@@ -60,6 +62,12 @@ class PathFailed(TransferError):
     code = "path"
 
 
+class TransferCancelled(TransferError):
+    """The pusher changed its mind."""
+
+    code = "cancelled"
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """``remote.length`` bytes from ``[offset, ...)`` of the local segment ``segment`` into ``remote``."""
@@ -75,6 +83,24 @@ class SliceStatus:
 
     slice: Slice
     error: TransferError | None = None
+    path: str = ""
+    """What carried it, or was tried last."""
+    seconds: float = 0.0
+    """From the push's start to this outcome."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes acknowledged: all of the slice's, or none."""
+        return 0 if self.error is not None else self.slice.remote.length
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """``data`` that ``sender`` wanted known once everything it pushed under ``operation`` by then was committed."""
+
+    operation: OperationId
+    sender: WorkerId
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +108,22 @@ class PushResult:
     """What became of one push; every push ends with one of these, whatever happens to the peer."""
 
     slices: list[SliceStatus] = field(default_factory=list)
+    note_error: TransferError | None = None
+    """Why the receiver was not notified, although every slice arrived."""
     nbytes: int = 0
     """Bytes acknowledged."""
     seconds: float = 0.0
     path: str = ""
-    """Transport that carried it: ``copy``, ``shm``, ``tcp``."""
+    """Transports that carried it, joined by ``+``; see :data:`shared.transfer.plan.RULES`."""
 
     @property
     def error(self) -> TransferError | None:
-        """The first slice's error, if any."""
-        return next((status.error for status in self.slices if status.error is not None), None)
+        """The first slice's error, if any, or the notification's."""
+        return next((status.error for status in self.slices if status.error is not None), self.note_error)
 
     @property
     def ok(self) -> bool:
-        """Every slice arrived and was verified."""
+        """Every slice arrived and was verified, and the notification, if there was one, was taken."""
         return self.error is None
 
     @property

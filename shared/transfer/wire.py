@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,8 @@ import numpy.typing as npt
 from shared.transfer import frames
 
 Bytes = npt.NDArray[np.uint8]
+READ_AHEAD_BYTES = 16 << 10
+"""Read in one go, in the hope of a whole frame."""
 
 
 class Closed(Exception):
@@ -21,7 +25,7 @@ class Closed(Exception):
 
 
 class Connection:
-    """Blocking; any thread may send (frames never mix), one thread receives.
+    """Frames out from any thread (they never mix), frames in by one reader: a thread that blocks, or an event loop.
 
     :meth:`shutdown` wakes whoever is blocked. :meth:`close` releases the descriptor: call it once no other
     thread uses the connection.
@@ -29,80 +33,187 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, takes_descriptors: bool = False) -> None:
         self._sock = sock
+        self._readiness: select.epoll | None = None
         self._sending = threading.Lock()
+        self._unsent: list[memoryview] = []
+        """What the kernel did not take at once; goes out before anything else. Under ``_sending``."""
         self._takes_descriptors = takes_descriptors
+        self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._low = self._high = 0
+        """``_ahead[_low:_high]`` was read and not used yet."""
+        self.descriptors: deque[int] = deque()
+        """Received and not taken by a frame yet; ours."""
+
+    def readiness(self) -> int:
+        """A descriptor, ours, that an event loop can watch for something to receive.
+
+        It is not the socket's own: a loop makes what it watches non-blocking, and the thread that sends wants to block.
+        """
+        if self._readiness is None:
+            self._readiness = select.epoll()
+            self._readiness.register(self._sock, select.EPOLLIN)
+        return self._readiness.fileno()
+
+    # -- out ----------------------------------------------------------------------------------------------------
 
     def send(self, body: frames.Body, payload: Sequence[Bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        """One frame; ``payload`` is gathered from where it lies. Raises ``OSError``."""
-        parts: list[memoryview] = [memoryview(frames.encode(body)), *(part.data for part in payload)]
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        """One frame; ``payload`` is gathered from where it lies. Blocks. Raises ``OSError``."""
+        parts = [memoryview(frames.encode(body)), *(part.data for part in payload)]
         with self._sending:
-            while parts:
-                sent = self._sock.sendmsg(parts, ancillary)
-                ancillary = []
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if sent:
-                    parts[0] = parts[0][sent:]
+            self._send_rest(self._unsent, 0)
+            self._send_rest(_send_some(self._sock, parts, descriptors, 0), 0)
 
-    def receive_header(self) -> tuple[frames.Kind, int, list[int]]:
-        """Kind, body length and descriptors (owned by the caller) of the next frame.
+    def send_now(self, body: frames.Body, payload: Sequence[Bytes] = (),
+                 descriptors: Sequence[int] = ()) -> bool | None:
+        """Like :meth:`send`, but never blocks.
+
+        True: the kernel has it. ``None``: the kernel has its beginning, :meth:`flush` owes the rest. False: nothing
+        was sent, somebody else is sending.
+        """
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            if self._unsent:
+                return False
+            parts = [memoryview(frames.encode(body)), *(part.data for part in payload)]
+            try:
+                self._unsent = _send_some(self._sock, parts, descriptors, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            return None if self._unsent else True
+        finally:
+            self._sending.release()
+
+    def flush(self) -> None:
+        """Sends what :meth:`send_now` could not. Blocks. Raises ``OSError``."""
+        with self._sending:
+            self._send_rest(self._unsent, 0)
+
+    def _send_rest(self, parts: list[memoryview], flags: int) -> None:
+        while parts:
+            parts = _send_some(self._sock, parts, (), flags)
+        self._unsent = []
+
+    # -- in -----------------------------------------------------------------------------------------------------
+
+    def receive(self, begun: Callable[[], None] = lambda: None) -> frames.Body:
+        """The next frame's body; calls ``begun`` as soon as a part of it is there. Blocks.
 
         Raises :class:`Closed`, ``OSError`` or :class:`frames.FrameError`.
         """
-        header = bytearray(frames.HEADER_BYTES)
-        view = memoryview(header)
-        descriptors: list[int] = []
-        try:
-            while view:
-                if self._takes_descriptors:
-                    received, new = _receive_with_descriptors(self._sock, view)
-                    descriptors += new
-                else:
-                    received = self._sock.recv_into(view)
-                if received == 0:
-                    raise Closed
-                view = view[received:]
-            kind, length = frames.parse_header(bytes(header))
-        except BaseException:
-            close_all(descriptors)
-            raise
-        return kind, length, descriptors
-
-    def receive_body(self, kind: frames.Kind, length: int) -> frames.Body:
-        """The body that a header announced."""
+        if self._high == self._low:
+            self._read_ahead(0)
+        begun()
+        while self._high - self._low < frames.HEADER_BYTES:
+            self._read_ahead(0)
+        kind, length = frames.parse_header(self._ahead[self._low:self._high])
+        self._low += frames.HEADER_BYTES
+        if self._high - self._low >= length:
+            return frames.decode(kind, self._take(length))
         data = bytearray(length)
         self.receive_into(memoryview(data))
-        return frames.decode(kind, bytes(data))
+        return frames.decode(kind, data)
+
+    def receive_now(self) -> list[frames.Body]:
+        """The frames that are there. Never blocks. They are short: longer ones are no answers of this protocol."""
+        try:
+            self._read_ahead(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        bodies = []
+        while self._high - self._low >= frames.HEADER_BYTES:
+            kind, length = frames.parse_header(self._ahead[self._low:self._high])
+            whole = frames.HEADER_BYTES + length
+            if whole > READ_AHEAD_BYTES:
+                raise frames.FrameError(f"answer of {whole} bytes exceeds {READ_AHEAD_BYTES}")
+            if self._high - self._low < whole:
+                break
+            self._low += frames.HEADER_BYTES
+            bodies.append(frames.decode(kind, self._take(length)))
+        return bodies
 
     def receive_into(self, view: memoryview) -> None:
-        """Fills ``view``; raises :class:`Closed` when the stream ends before."""
+        """Fills ``view``, straight from the socket but for what was read ahead. Blocks.
+
+        Raises :class:`Closed` when the stream ends before.
+        """
+        ahead = min(self._high - self._low, len(view))
+        if ahead:
+            view[:ahead] = self._take(ahead)
+            view = view[ahead:]
         while view:
-            received = self._sock.recv_into(view, len(view), socket.MSG_WAITALL)
+            received = self._receive(view, socket.MSG_WAITALL)
             if received == 0:
                 raise Closed
             view = view[received:]
+
+    def _read_ahead(self, flags: int) -> None:
+        """Reads more behind what was read ahead."""
+        if self._low:
+            self._ahead[:self._high - self._low] = self._ahead[self._low:self._high]
+            self._low, self._high = 0, self._high - self._low
+        received = self._receive(self._ahead[self._high:], flags)
+        if received == 0:
+            raise Closed
+        self._high += received
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        if not self._takes_descriptors:
+            return self._sock.recv_into(view, len(view), flags)
+        descriptors = array.array("i")
+        room = socket.CMSG_SPACE(frames.MAX_ATTACHED * descriptors.itemsize)
+        received, ancillary, _, _ = self._sock.recvmsg_into([view], room, flags | socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
+        self.descriptors.extend(descriptors)
+        return received
+
+    def _take(self, nbytes: int) -> memoryview:
+        self._low += nbytes
+        return self._ahead[self._low - nbytes:self._low]
+
+    # -- life ---------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """For the handshake only: both directions share it."""
         self._sock.settimeout(timeout_s)
 
-    def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
-        """Ends one or both directions; the other side reads the end of the stream."""
+    def shorten_queues(self, nbytes: int) -> None:
+        """Bounds what the kernel holds of either direction.
+
+        Between two ends of one host the bytes in the queue then stay in the processor's cache from one end to
+        the other; over a network the kernel's own choice is the better one.
+        """
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
+    def shutdown(self) -> None:
+        """Ends both directions; the other side reads the end of the stream."""
         try:
-            self._sock.shutdown(how)
+            self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the other side was faster: it is ended already
 
     def close(self) -> None:
-        """Releases the descriptor."""
+        """Releases the descriptors."""
+        if self._readiness is not None:
+            self._readiness.close()
         self._sock.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
 
 
-def close_all(descriptors: Sequence[int]) -> None:
-    """Closes what nobody wants."""
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _send_some(sock: socket.socket, parts: list[memoryview], descriptors: Sequence[int],
+               flags: int) -> list[memoryview]:
+    """One system call; what it left of ``parts``."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    sent = sock.sendmsg(parts, ancillary, flags)
+    for i, part in enumerate(parts):
+        if sent < len(part):
+            return [part[sent:], *parts[i + 1:]]
+        sent -= len(part)
+    return []
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -113,13 +224,3 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
-
-
-def _receive_with_descriptors(sock: socket.socket, view: memoryview) -> tuple[int, list[int]]:
-    descriptors = array.array("i")
-    room = socket.CMSG_SPACE(frames.MAX_SEGMENTS * descriptors.itemsize)
-    received, ancillary, _, _ = sock.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
-    return received, list(descriptors)

@@ -28,16 +28,18 @@ from shared.messages import Endpoint, Grant, Range
 from shared.transfer import (
     ChecksumMismatch,
     GrantRefused,
+    Notification,
     PathFailed,
     PeerGone,
     Slice,
+    TransferCancelled,
     TransferEngine,
     TransferSettings,
     TransferTimeout,
     frames,
     host_id,
 )
-from shared.transfer.addresses import join_address, split_address
+from shared.transfer.addresses import host_clock_s, join_address, split_address
 from shared.transfer.wire import Closed, Connection
 from tests.support.eventually import eventually
 
@@ -78,7 +80,7 @@ def of(offset: int, length: int) -> Range:
 async def opened(path: str, *, nbytes: int = NBYTES, clock: Clock | None = None,
                  **sender_settings: Any) -> AsyncIterator[Pair]:
     """Two engines that can only use ``path``."""
-    only = TransferSettings(paths=(path,), **sender_settings)
+    only = TransferSettings(paths=(path,), **{"checksums": "on", **sender_settings})
     receiving = TransferSettings(paths=(path,))
     async with (
         TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=only) as sender,
@@ -98,22 +100,18 @@ class RawSender:
         self.path = path
         self.connection = Connection(dial(self.endpoint, path), takes_descriptors=path == "shm")
         self.connection.set_timeout(5.0)
-        self.connection.send(frames.Hello("raw", self.endpoint.worker, self.endpoint.incarnation))
+        self.connection.send(frames.Hello("raw", self.endpoint.worker, self.endpoint.incarnation, self.endpoint.host,
+                                          host_clock_s()))
         assert isinstance(self.read(), frames.Welcome)
 
     def begin(self, grant: Grant, length: int, *, timeout_ms: int = 60_000) -> None:
-        """Becomes a writer of ``[0, length)`` and stalls: nothing is written, or half of the payload."""
-        claim = (1, grant.operation, grant.incarnation, grant.token, timeout_ms, [frames.Span("kv", 0, length)])
-        if self.path == "shm":
-            self.connection.send(frames.Begin(*claim, unmapped=[]))
-            assert isinstance(self.read(), frames.Go)
-        else:
-            half = np.full(length // 2, 9, dtype=np.uint8)
-            self.connection.send(frames.Write(*claim, checksums=[0]), [half])
+        """Becomes a writer of ``[0, length)`` over TCP and stalls in the middle of the payload."""
+        half = np.full(length // 2, 9, dtype=np.uint8)
+        self.connection.send(frames.Write(1, grant.operation, grant.incarnation, grant.token, timeout_ms,
+                                          [frames.Span("kv", 0, length)], None, [0]), [half])
 
     def read(self) -> frames.Body:
-        kind, length, _ = self.connection.receive_header()
-        return self.connection.receive_body(kind, length)
+        return self.connection.receive()
 
     def close(self) -> None:
         self.connection.close()
@@ -221,7 +219,7 @@ async def test_covered_follows_what_has_arrived(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_flipped_byte_fails_its_slice_and_no_other(path: str) -> None:
-    async with opened(path, corrupt_every=3) as pair:
+    async with opened(path, corrupt_every=3, checksums="auto") as pair:
         result = await pair.push(pair.grant((0, 5000)), *((i * 1000, i * 1000, 1000) for i in range(5)))
         assert [type(status.error) for status in result.slices] == [
             type(None), type(None), ChecksumMismatch, type(None), type(None)]
@@ -300,11 +298,10 @@ async def test_slices_of_memory_that_is_not_ours_are_a_bug() -> None:
 # -- release ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", STREAMS)
-async def test_release_waits_for_a_writer_in_flight(path: str) -> None:
-    async with opened(path) as pair:
+async def test_release_waits_for_a_writer_in_flight() -> None:
+    async with opened("tcp") as pair:
         grant = pair.grant((0, 1000))
-        with raw_sender(pair, path) as raw:
+        with raw_sender(pair, "tcp") as raw:
             raw.begin(grant, 1000)
             await eventually(lambda: pair.receiver._ledger.overdue(float("inf")))
             release = asyncio.create_task(pair.receiver.release(OP))
@@ -314,7 +311,7 @@ async def test_release_waits_for_a_writer_in_flight(path: str) -> None:
         pair.receiver.grant(OperationId("next"), [of(0, 1000)], ttl_s=1)
 
 
-async def test_a_tcp_writer_past_its_deadline_is_cut_off() -> None:
+async def test_a_writer_past_its_deadline_is_cut_off() -> None:
     async with opened("tcp") as pair:
         grant = pair.grant((0, 1000))
         with raw_sender(pair, "tcp") as raw:
@@ -325,40 +322,11 @@ async def test_a_tcp_writer_past_its_deadline_is_cut_off() -> None:
                 raw.read()
 
 
-async def test_a_stalled_writer_in_shared_memory_is_waited_for_until_its_connection_is_dead() -> None:
-    async with opened("shm") as pair:
-        grant = pair.grant((0, 1000))
-        with raw_sender(pair, "shm") as raw:
-            raw.begin(grant, 1000, timeout_ms=50)
-            release = asyncio.create_task(pair.receiver.release(OP))
-            with pytest.raises(Closed):  # told to stop, it could still write
-                await asyncio.to_thread(raw.read)
-            assert not release.done()
-            raw.connection.send(frames.Done(1, [0]))  # too late to count
-            assert not pair.covered(0, 1)
-        await asyncio.wait_for(release, 5)
-
-
-async def test_a_writer_in_shared_memory_that_talks_nonsense_is_waited_for_all_the_same() -> None:
-    async with opened("shm") as pair:
-        grant = pair.grant((0, 1000))
-        with raw_sender(pair, "shm") as raw:
-            raw.begin(grant, 1000)
-            raw.connection.send(frames.Done(2, []))
-            await eventually(lambda: pair.receiver.statistics().dropped_connections == {"protocol": 1})
-            release = asyncio.create_task(pair.receiver.release(OP))
-            with pytest.raises(Closed):
-                await asyncio.to_thread(raw.read)
-            assert not release.done()
-        await asyncio.wait_for(release, 5)
-
-
-@pytest.mark.parametrize("path", STREAMS)
-async def test_a_writer_that_dies_leaves_nothing_covered(path: str) -> None:
-    async with opened(path) as pair:
+async def test_a_writer_that_dies_leaves_nothing_covered() -> None:
+    async with opened("tcp") as pair:
         grant = pair.grant((0, 1000))
         assert (await pair.push(grant, (0, 0, 1000))).ok and pair.covered(0, 1000)
-        with raw_sender(pair, path) as raw:
+        with raw_sender(pair, "tcp") as raw:
             raw.begin(grant, 500)
             await eventually(lambda: not pair.covered(0, 500))
             assert pair.covered(500, 500)
@@ -366,18 +334,77 @@ async def test_a_writer_that_dies_leaves_nothing_covered(path: str) -> None:
         assert not pair.covered(0, 500) and pair.covered(500, 500)
 
 
+# -- shared memory: the receiver copies, and believes nobody -------------------------------------------------------
+
+
+def copy_claim(grant: Grant, *, attached: list[int], deadline_s: float, offset: int = 0) -> frames.Copy:
+    return frames.Copy(1, grant.operation, grant.incarnation, grant.token, 60_000, [frames.Span("kv", 0, 100)], None,
+                       [], [frames.Source(5, offset)], attached, deadline_s)
+
+
+async def test_what_was_copied_after_the_senders_deadline_does_not_count() -> None:
+    async with opened("shm") as pair:
+        grant, memory = pair.grant((0, 100)), pair.sender._segments["kv"]
+        with raw_sender(pair, "shm") as raw:
+            late = copy_claim(grant, attached=[5], deadline_s=host_clock_s() - 1e-3)
+            raw.connection.send(late, descriptors=[memory.fd])
+            answer = await asyncio.to_thread(raw.read)
+            assert isinstance(answer, frames.Ack) and "deadline" in answer.refused
+            assert not pair.covered(0, 1)
+            raw.connection.send(copy_claim(grant, attached=[], deadline_s=host_clock_s() + 60))
+            assert await asyncio.to_thread(raw.read) == frames.Ack(1)
+            assert pair.covered(0, 100) and pair.target[:100] == pair.source[:100]
+
+
+@pytest.mark.parametrize("wrong", ["no descriptor", "unknown memory", "beyond its end", "could shrink"])
+async def test_memory_that_was_not_handed_over_costs_the_connection(wrong: str) -> None:
+    async with opened("shm") as pair:
+        grant, memory = pair.grant((0, 100)), pair.sender._segments["kv"]
+        loose = os.memfd_create("loose")
+        os.ftruncate(loose, NBYTES)
+        with raw_sender(pair, "shm") as raw:
+            raw.connection.send(
+                copy_claim(grant, attached=[] if wrong == "unknown memory" else [5], deadline_s=host_clock_s() + 60,
+                           offset=NBYTES - 99 if wrong == "beyond its end" else 0),
+                descriptors={"beyond its end": [memory.fd], "could shrink": [loose]}.get(wrong, []))
+            with pytest.raises((Closed, ConnectionError)):
+                await asyncio.to_thread(raw.read)
+        os.close(loose)
+        await eventually(lambda: not pair.receiver._ledger.overdue(float("inf")))
+        assert pair.target == bytes(NBYTES) and not pair.covered(0, 1)
+        assert (await pair.push(grant, (0, 0, 100))).ok
+
+
+async def test_the_receivers_memory_is_never_handed_out() -> None:
+    async with opened("shm") as pair:
+        with raw_sender(pair, "shm") as raw:
+            raw.connection.send(copy_claim(forged(pair.grant((0, 100))), attached=[], deadline_s=host_clock_s() + 60))
+            assert isinstance(await asyncio.to_thread(raw.read), frames.Ack)
+            assert not raw.connection.descriptors
+
+
+async def test_a_sender_with_another_clock_is_sent_away_and_reached_by_tcp() -> None:
+    async with opened("shm") as pair:
+        connection = Connection(dial(pair.receiver.endpoint, "shm"))
+        connection.send(frames.Hello("raw", "b", "b1", pair.receiver.endpoint.host, host_clock_s() - 3600))
+        with pytest.raises((Closed, ConnectionError)):
+            await asyncio.to_thread(connection.receive)
+        connection.close()
+        assert pair.receiver.statistics().dropped_connections == {"protocol": 1}
+
+
 # -- peers that are not what they seem ----------------------------------------------------------------------------
 
 
-HELLO = frames.encode(frames.Hello("x", "b", "b1"))
+HELLO = frames.encode(frames.Hello("x", "b", "b1", host_id(), host_clock_s()))
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
-    "huge length": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 2**32 - 1),
-    "huge length after hello": HELLO + struct.pack("!4sBBHI", b"MBTX", 1, 3, 0, 2**31),
-    "write before hello": frames.encode(frames.Write(1, "op", "b1", b"t", 10, [frames.Span("kv", 0, 1)], [])),
-    "hello of nonsense": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 4) + b"\xff\xff\xff\xff",
+    "huge length": struct.pack("!4sBBHI", b"MBTX", frames.VERSION, 1, 0, 2**32 - 1),
+    "huge length after hello": HELLO + struct.pack("!4sBBHI", b"MBTX", frames.VERSION, 3, 0, 2**31),
+    "former version": struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 4),
+    "write before hello": frames.encode(frames.Write(1, "op", "b1", b"t", 10, [frames.Span("kv", 0, 1)], None, [])),
+    "hello of nonsense": struct.pack("!4sBBHI", b"MBTX", frames.VERSION, 1, 0, 4) + b"\xff\xff\xff\xff",
     "answer instead of question": HELLO + frames.encode(frames.Ack(1)),
-    "done of nothing": HELLO + frames.encode(frames.Done(1, [])),
 }
 
 
@@ -455,7 +482,7 @@ async def test_a_peer_that_came_back_is_reached_again_and_old_grants_are_void(pa
                     result = await pair.sender.push(other.endpoint, slices, former)
                     assert isinstance(result.error, GrantRefused) and "incarnation" in str(result.error)
                 former = grant
-        assert len(pair.sender._links) == 1
+        assert len(pair.sender._router._links) == 1
 
 
 @pytest.mark.parametrize("path", STREAMS)
@@ -480,8 +507,7 @@ async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path
         sock, _ = listener.accept()
         threads.append(sock)
         connection = Connection(sock)
-        kind, length, _ = connection.receive_header()
-        connection.receive_body(kind, length)
+        connection.receive()
         connection.send(frames.Welcome("c", "c1"))
 
     thread = threading.Thread(target=greet)
@@ -493,7 +519,7 @@ async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path
             result = await pair.sender.push(silent, [Slice("kv", 0, of(0, NBYTES))], pair.grant((0, 10)),
                                             timeout_s=0.3)
             assert isinstance(result.error, TransferTimeout) and result.seconds < 2
-            link, = pair.sender._links.values()
+            link, = pair.sender._router._links.values()
             assert not link.connected
     finally:
         thread.join()
@@ -501,6 +527,181 @@ async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path
             sock.close()
         if path == "shm":
             os.unlink(address)
+
+
+# -- notifications, streams, cancelling ---------------------------------------------------------------------------
+
+
+async def next_notification(engine: TransferEngine) -> Notification:
+    async for notification in engine.notifications():
+        return notification
+    raise AssertionError("notifications never end")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("nbytes", [0, 100, 20 << 20], ids=["nothing else", "one batch", "many batches"])
+async def test_a_notification_comes_when_everything_is_there(path: str, nbytes: int) -> None:
+    async with opened(path, nbytes=max(nbytes, 1)) as pair:
+        push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, nbytes))], pair.grant((0, nbytes)),
+                                notify=b"layer 3")
+        note = await asyncio.wait_for(next_notification(pair.receiver), 10)
+        assert pair.covered(0, nbytes), "commit before notify"
+        assert note == Notification(OP, WorkerId("a"), b"layer 3")
+        assert (await push).ok
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_push_that_fails_in_part_notifies_nobody(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, 100))
+        result = await pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(50, 100))], grant, notify=b"no")
+        assert isinstance(result.error, GrantRefused)
+        assert (await pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, 10))], grant, notify=b"yes")).ok
+        assert (await asyncio.wait_for(next_notification(pair.receiver), 10)).data == b"yes"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_notifications_that_nobody_takes_are_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.transfer.engine.MAX_NOTIFICATIONS", 2)
+    async with opened(path) as pair:
+        grant = pair.grant((0, 10))
+        results = [await pair.sender.push(pair.receiver.endpoint, (), grant, notify=b"n") for _ in range(3)]
+        assert [result.ok for result in results] == [True, True, False]
+        assert isinstance(results[2].note_error, GrantRefused) and "nobody takes" in str(results[2].error)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_of_layers_has_one_completion(path: str) -> None:
+    async with opened(path) as pair:
+        stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 30_000)), timeout_s=10)
+        for layer in range(30):
+            stream.push([Slice("kv", layer * 1000, of(layer * 1000, 1000))])
+        result = await stream.close(notify=b"all layers")
+        assert result.ok and result.nbytes == 30_000 and result.path == path and len(result.slices) == 30
+        assert (await asyncio.wait_for(next_notification(pair.receiver), 10)).data == b"all layers"
+        assert pair.covered(0, 30_000)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_with_a_bad_layer_says_which_and_notifies_nobody(path: str) -> None:
+    async with opened(path) as pair:
+        stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 2000)), timeout_s=10)
+        for layer in range(3):
+            stream.push([Slice("kv", layer * 1000, of(layer * 1000, 1000))])
+        result = await stream.close(notify=b"no")
+        assert [status.error is None for status in result.slices] == [True, True, False] and result.note_error is None
+        assert not pair.receiver._notifications
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_push_tells_what_became_of_each_slice(path: str) -> None:
+    async with opened(path) as pair:
+        push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, 10)), Slice("kv", 0, of(500, 10))],
+                                pair.grant((0, 100)))
+        result = await push
+        assert push.done and push.result is result and await push is result
+        assert all(status.path == path and 0 < status.seconds <= result.seconds for status in result.slices)
+        refused = result.slices[1].error
+        assert isinstance(refused, GrantRefused) and (refused.peer, refused.segment, refused.nbytes) == ("b", "kv", 10)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_cancelled_push_ends_once_nothing_of_it_is_on_its_way(path: str) -> None:
+    nbytes = 64 << 20
+    async with opened(path, nbytes=nbytes, max_inflight=1 << 20, checksums="off") as pair:
+        push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, nbytes))], pair.grant((0, nbytes)))
+        await eventually(lambda: pair.receiver.received_bytes(OP) or push.done)
+        push.cancel()
+        result = await asyncio.wait_for(push, 10)
+        pair.source[:] = bytes(nbytes)
+        assert result.ok or isinstance(result.error, TransferCancelled)
+        assert not pair.receiver._ledger.overdue(float("inf")), "nobody writes any more"
+        assert pair.receiver.received_bytes(OP) == nbytes - bytes(pair.target).count(0)
+
+
+# -- memory of every kind -----------------------------------------------------------------------------------------
+
+
+def memory_of(kind: str, nbytes: int) -> Any:
+    match kind:
+        case "numpy":
+            return np.zeros((nbytes // 8,), dtype=np.float64)
+        case "bytearray":
+            return bytearray(nbytes)
+        case "memoryview":
+            return memoryview(bytearray(nbytes))
+        case "tensor":
+            torch = pytest.importorskip("torch")
+            return torch.zeros(nbytes // 2, dtype=torch.bfloat16)
+    fd = os.memfd_create("caller")
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["numpy", "bytearray", "memoryview", "tensor", "memfd"])
+async def test_memory_of_every_kind_is_pushed_from_and_into(path: str, kind: str) -> None:
+    nbytes = 6 << 20
+    async with opened(path) as pair:
+        here, there = memory_of(kind, nbytes), memory_of(kind, nbytes)
+        source = pair.sender.register("mine", memory=here)
+        target = pair.receiver.register("mine", memory=there)
+        source.array[:] = np.random.default_rng(3).integers(0, 256, nbytes, dtype=np.uint8)
+        span = Range(segment="mine", offset=8, length=nbytes - 8)
+        grant = pair.receiver.grant(OP, [span], ttl_s=60)
+        result = await pair.sender.push(pair.receiver.endpoint, [Slice("mine", 8, span)], grant)
+        assert result.ok and result.path == path
+        assert not target.array[:8].any() and bytes(target.array[8:]) == bytes(source.array[8:])
+        for memory in (here, there):
+            if isinstance(memory, int):
+                os.close(memory)
+
+
+@pytest.mark.parametrize("memory", [b"read only", np.zeros((4, 4))[:, 1], bytearray()],
+                         ids=["read-only", "strided", "empty"])
+async def test_memory_that_cannot_serve_is_a_bug(memory: Any) -> None:
+    async with opened("copy") as pair:
+        with pytest.raises(Bug, match="memory of segment mine"):
+            pair.sender.register("mine", memory=memory)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_unregistered_memory_is_let_go_and_its_name_means_something_new(path: str) -> None:
+    async with opened(path) as pair:
+        former = pair.grant((0, 1000))
+        assert (await pair.push(former, (0, 0, 1000))).ok
+        await pair.receiver.unregister("kv")
+        assert isinstance((await pair.push(former, (0, 0, 1000))).error, GrantRefused)
+        assert not pair.covered(0, 10)
+        fresh = pair.receiver.register("kv", 2000)
+        assert isinstance((await pair.push(former, (0, 0, 1000))).error, GrantRefused), "a grant of the former memory"
+        await pair.sender.unregister("kv")
+        pair.sender.register("kv", 2000).array[:] = 5
+        await pair.receiver.release(OP)
+        assert (await pair.push(pair.grant((0, 2000)), (0, 0, 2000))).ok
+        assert bytes(fresh.array) == bytes([5]) * 2000, "bytes of the sender's new memory, not of the old one"
+
+
+async def test_unregistering_memory_cuts_off_who_writes_into_it() -> None:
+    async with opened("tcp") as pair:
+        with raw_sender(pair, "tcp") as raw:
+            raw.begin(pair.grant((0, 1000)), 1000)
+            await eventually(lambda: pair.receiver._ledger.overdue(float("inf")))
+            await asyncio.wait_for(pair.receiver.unregister("kv"), 5)
+
+
+async def test_huge_pages_are_used_or_done_without() -> None:
+    wanted = TransferSettings(paths=("shm",), huge_pages=True)
+    async with (
+        TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=wanted) as sender,
+        TransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b1"), settings=wanted) as receiver,
+    ):
+        sender.register("kv", 5000).array[:] = 7
+        target = receiver.register("kv", 5000)
+        assert target.nbytes == len(target.array) == 5000
+        result = await sender.push(receiver.endpoint, [Slice("kv", 0, of(0, 5000))],
+                                   receiver.grant(OP, [of(0, 5000)], ttl_s=60))
+        assert result.ok and target.array.all()
 
 
 # -- choice of path ---------------------------------------------------------------------------------------------
@@ -588,9 +789,8 @@ async def test_closing_the_sender_ends_its_pushes(path: str) -> None:
         async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation("c1"), settings=only) as closing:
             closing.register("kv", NBYTES)
             grant = outer.grant((0, NBYTES))
-            pushes = [asyncio.create_task(closing.push(outer.receiver.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant))
-                      for _ in range(50)]
-            await eventually(lambda: any(push.done() for push in pushes))
+            pushes = [closing.push(outer.receiver.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant) for _ in range(50)]
+            await eventually(lambda: any(push.done for push in pushes))
         results = await asyncio.wait_for(asyncio.gather(*pushes), 10)
         assert all(result.ok or isinstance(result.error, PeerGone) for result in results)
 
@@ -602,9 +802,8 @@ async def test_closing_the_receiver_ends_the_pushes_to_it(path: str) -> None:
         async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation("c1"), settings=only) as closing:
             closing.register("kv", NBYTES)
             grant = closing.grant(OP, [of(0, NBYTES)], ttl_s=60)
-            pushes = [asyncio.create_task(outer.sender.push(closing.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant))
-                      for _ in range(50)]
-            await eventually(lambda: any(push.done() for push in pushes))
+            pushes = [outer.sender.push(closing.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant) for _ in range(50)]
+            await eventually(lambda: any(push.done for push in pushes))
             release = asyncio.create_task(closing.release(OP))
         results = await asyncio.wait_for(asyncio.gather(*pushes), 10)
         assert all(result.ok or isinstance(result.error, (PeerGone, PathFailed, GrantRefused)) for result in results)

@@ -10,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.transfer import frames
-from shared.transfer.frames import HEADER_BYTES, FrameError, Kind, Span
+from shared.transfer.frames import HEADER_BYTES, FrameError, Kind, Source, Span
 
 SPANS = [Span("kv", 0, 10), Span("kv", 4096, 20)]
 BODIES = [
     frames.Hello("a", "b", "i"),
     frames.Welcome("b", "i"),
-    frames.Write(1, "op", "i", b"t" * 32, 500, SPANS, [2**64 - 1, 0]),
-    frames.Begin(2, "op", "i", b"t" * 32, 500, SPANS, ["kv"]),
-    frames.Go(2, ["kv"]),
-    frames.Done(2, [1, 2]),
-    frames.Abort(2),
+    frames.Write(1, "op", "i", b"t" * 32, 500, SPANS, b"note", [2**64 - 1, 0]),
+    frames.Copy(2, "op", "i", b"t" * 32, 500, SPANS, None, [], [Source(1, 0), Source(2, 8)], [2], 1.5),
     frames.Ack(2, "no", [0, 1]),
 ]
 
@@ -44,8 +41,8 @@ def test_every_kind_has_a_body() -> None:
 @pytest.mark.parametrize(("header", "why"), [
     (struct.pack("!4sBBHI", b"HTTP", 1, 1, 0, 0), "magic"),
     (struct.pack("!4sBBHI", b"MBTX", 9, 1, 0, 0), "version"),
-    (struct.pack("!4sBBHI", b"MBTX", 1, 77, 0, 0), "kind 77"),
-    (struct.pack("!4sBBHI", b"MBTX", 1, 1, 0, 2**32 - 1), "body of 4294967295 bytes exceeds"),
+    (struct.pack("!4sBBHI", b"MBTX", 2, 77, 0, 0), "kind 77"),
+    (struct.pack("!4sBBHI", b"MBTX", 2, 1, 0, 2**32 - 1), "body of 4294967295 bytes exceeds"),
 ])
 def test_bad_headers_are_refused_by_what_is_wrong_with_them(header: bytes, why: str) -> None:
     with pytest.raises(FrameError, match=why):
@@ -53,11 +50,10 @@ def test_bad_headers_are_refused_by_what_is_wrong_with_them(header: bytes, why: 
 
 
 def write_with(spans: object, checksums: object = ()) -> bytes:
-    return msgspec.msgpack.encode([1, "op", "i", b"t", 500, spans, list(checksums)])  # type: ignore[call-overload]
+    return msgspec.msgpack.encode([1, "op", "i", b"t", 500, spans, None, list(checksums)])  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("data", [
-    write_with([]),
     write_with([["kv", 0, 1]] * (frames.MAX_SPANS + 1)),
     write_with([["kv", -1, 1]]),
     write_with([["kv", 0, 0]]),
@@ -69,11 +65,17 @@ def write_with(spans: object, checksums: object = ()) -> bytes:
     write_with("kv"),
     b"",
     b"\x91" * 100_000,
-], ids=["no spans", "too many spans", "negative", "empty span", "huge span", "huge payload", "long name",
+], ids=["too many spans", "negative", "empty span", "huge span", "huge payload", "long name",
         "checksums do not fit", "beyond memory", "not a list", "nothing", "nested"])
 def test_bodies_out_of_bounds_are_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
         frames.decode(Kind.WRITE, data)
+
+
+def test_a_copy_names_a_source_for_each_span() -> None:
+    data = msgspec.msgpack.encode([1, "op", "i", b"t", 500, [["kv", 0, 1]], None, [], [], [], 0.0])
+    with pytest.raises(FrameError, match="0 sources for 1 spans"):
+        frames.decode(Kind.COPY, data)
 
 
 @given(st.binary(max_size=200), st.sampled_from(list(Kind)))

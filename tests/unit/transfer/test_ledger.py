@@ -21,19 +21,19 @@ OP = OperationId("op")
 class Books:
     """A ledger over one segment of 1000 bytes, and the sender's part played by hand."""
 
-    def __init__(self, *, checksums: bool = True) -> None:
+    def __init__(self) -> None:
         self.clock = ManualClock()
-        self.segment = Segment("kv", 1000)
-        self.ledger = Ledger(WorkerId("w"), Incarnation("i"), {"kv": self.segment}, clock=self.clock,
-                             checksums=checksums)
+        self.condemned: list[str] = []
+        self.segment = Segment.allocate("kv", 1000)
+        self.ledger = Ledger(WorkerId("w"), Incarnation("i"), {"kv": self.segment}, clock=self.clock)
 
     def grant(self, *ranges: tuple[int, int], operation: OperationId = OP, ttl_s: float = 10.0) -> Grant:
         return self.ledger.grant(operation, [of(start, stop) for start, stop in ranges], ttl_s=ttl_s)
 
     def begin(self, grant: Grant, *spans: tuple[int, int]) -> Writer:
         claim = Claim(0, grant.operation, grant.incarnation, grant.token, 1000,
-                      [Span("kv", start, stop - start) for start, stop in spans])
-        return self.ledger.begin(claim, path="test", condemn=lambda why: None)
+                      [Span("kv", start, stop - start) for start, stop in spans], None, [])
+        return self.ledger.begin(claim, path="test", sender="s", condemn=self.condemned.append)
 
     def sums(self, writer: Writer) -> list[int]:
         return [checksum(self.segment.array[s.offset:s.offset + s.length]) for s in writer.spans]
@@ -100,15 +100,40 @@ def test_only_the_span_with_a_wrong_checksum_is_bad(books: Books) -> None:
     assert books.ledger.corrupt_spans == 1
 
 
-def test_missing_checksums_fail_where_they_are_demanded(books: Books) -> None:
-    assert books.ledger.verify(books.begin(books.grant((0, 100)), (0, 10), (20, 30)), []) == [0, 1]
-
-
-def test_without_checksums_what_was_written_counts() -> None:
-    books = Books(checksums=False)
-    assert books.ledger.verify(books.begin(books.grant((0, 100)), (0, 10)), []) == []
+def test_without_checksums_what_was_written_counts(books: Books) -> None:
+    assert books.ledger.verify(books.begin(books.grant((0, 100)), (0, 10), (20, 30)), []) == []
     assert books.covered(0, 10)
-    books.segment.close()
+
+
+def test_a_grant_for_one_peer_serves_no_other(books: Books) -> None:
+    for peer, admitted in (("s", True), ("other", False)):
+        grant = books.ledger.grant(OperationId(peer), [of(0, 10)], ttl_s=10.0, peer=WorkerId(peer))
+        if admitted:
+            books.ledger.fail(books.begin(grant, (0, 10)))
+        else:
+            with pytest.raises(Refused, match="for other, not for s"):
+                books.begin(grant, (0, 10))
+        books.ledger.revoke(OperationId(peer), lambda: None)
+
+
+def test_grants_are_numbered(books: Books) -> None:
+    assert [books.grant((0, 10)).generation, books.grant((0, 10)).generation] == [1, 2]
+
+
+def test_a_retired_segment_is_quiet_once_its_writers_are_gone_and_takes_no_new_ones(books: Books) -> None:
+    grant, told = books.grant((0, 100)), []
+    books.write(grant, (50, 60))
+    writer = books.begin(grant, (0, 10))
+    books.ledger.retire("kv", lambda: told.append("quiet"))
+    assert books.condemned == ["segment kv was unregistered"] and not told
+    with pytest.raises(Refused, match="outside the grant"):
+        books.begin(grant, (20, 30))
+    books.ledger.fail(writer)
+    assert told == ["quiet"]
+    assert not books.covered(50, 60)
+    books.ledger.revoke(OP, lambda: told.append("released"))
+    assert told == ["quiet", "released"]
+
 
 
 @pytest.mark.parametrize("change", [

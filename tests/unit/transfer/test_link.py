@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Grant
+from shared.transfer.addresses import host_clock_s
 from shared.transfer.frames import Span
 from shared.transfer.lane import Outcome, Transfer, Trouble
-from shared.transfer.link import Link
+from shared.transfer.link import Link, Sending
 from shared.transfer.plan import Batch, Piece
 from shared.transfer.types import PeerGone
 from tests.support.eventually import eventually
@@ -37,6 +38,9 @@ class ShortLane:
         assert self.failed is not None
         transfer.finish_all(self.failed)
 
+    def give_up(self, transfer: Transfer) -> None:
+        raise AssertionError("nothing is late here")
+
     def silence_s(self) -> float:
         return 0.0
 
@@ -47,7 +51,7 @@ class ShortLane:
         pass
 
 
-BATCH = Batch((Piece(0, "kv", 0, Span("kv", 0, 8)),), 8)
+BATCH = Batch((Piece(0, 0, "kv", 0, Span("kv", 0, 8)),), 8)
 
 
 async def test_a_lane_that_fails_as_soon_as_it_is_open_is_an_outcome_for_all_who_waited_for_it() -> None:
@@ -58,11 +62,15 @@ async def test_a_lane_that_fails_as_soon_as_it_is_open_is_an_outcome_for_all_who
         lanes.append(ShortLane())
         return lanes[-1]
 
-    def push() -> asyncio.Task[list[Outcome]]:
-        return loop.create_task(link.send(
-            [BATCH], GRANT, deadline_s=loop.time() + 5.0, corrupt=lambda batch: frozenset()))
+    async def send() -> list[Outcome | None]:
+        sending = Sending([BATCH], GRANT, host_clock_s() + 5.0, None, lambda batch: frozenset())
+        await link.send(sending)
+        return sending.outcomes
 
-    link = Link(make, max_lanes=1, max_inflight=1 << 20, silence_s=1.0)
+    def push() -> asyncio.Task[list[Outcome | None]]:
+        return loop.create_task(send())
+
+    link = Link(make, max_lanes=1, lane_bytes=1 << 20, max_inflight=1 << 20, silence_s=1.0)
     waiting = [push() for _ in range(3)]
     await eventually(lambda: lanes)
     lanes[0].open()

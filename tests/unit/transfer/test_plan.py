@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.messages import Endpoint, Range
-from shared.transfer.frames import MAX_SEGMENTS, Span
-from shared.transfer.plan import Choice, Run, choose_paths, join_spans, plan_batches, plan_runs
+from shared.transfer.frames import Span
+from shared.transfer.plan import Choice, Piece, choose_paths, needs_checksums, plan_batches, spread_bytes
 from shared.transfer.types import Slice
 
 
@@ -19,46 +20,60 @@ def slice_of(offset: int, remote: int, length: int, segment: str = "kv") -> Slic
 slices = st.lists(st.builds(slice_of, st.integers(0, 100), st.integers(0, 100), st.integers(0, 50)), max_size=20)
 
 
-@given(slices, st.integers(1, 30), st.integers(1, 60), st.integers(1, 5))
+@given(slices, st.booleans(), st.integers(1, 30), st.integers(1, 60), st.integers(1, 5))
 def test_batches_hold_every_byte_once_in_order_and_within_bounds(
-        given_slices: list[Slice], piece_bytes: int, batch_bytes: int, max_pieces: int) -> None:
-    batches = plan_batches(dict(enumerate(given_slices)), piece_bytes=piece_bytes, batch_bytes=batch_bytes,
+        given_slices: list[Slice], join: bool, piece_bytes: int, batch_bytes: int, max_pieces: int) -> None:
+    batches = plan_batches(dict(enumerate(given_slices)), join=join, piece_bytes=piece_bytes, batch_bytes=batch_bytes,
                            max_pieces=max_pieces)
-    planned = [(piece.index, piece.offset + i, piece.remote.offset + i)
+    planned = [(piece.offset + i, piece.remote.offset + i)
                for batch in batches for piece in batch.pieces for i in range(piece.remote.length)]
-    expected = [(index, item.offset + i, item.remote.offset + i)
-                for index, item in enumerate(given_slices) for i in range(item.remote.length)]
-    assert planned == expected
+    assert planned == [(item.offset + i, item.remote.offset + i)
+                       for item in given_slices for i in range(item.remote.length)]
     for batch in batches:
         assert 0 < len(batch.pieces) <= max_pieces
-        assert batch.nbytes == sum(piece.remote.length for piece in batch.pieces)
-        assert batch.nbytes <= batch_bytes or len(batch.pieces) == 1
+        assert batch.nbytes == sum(piece.remote.length for piece in batch.pieces) <= batch_bytes
         assert all(piece.remote.length <= piece_bytes for piece in batch.pieces)
 
 
-@given(slices)
-def test_runs_move_the_same_bytes_as_their_pieces(given_slices: list[Slice]) -> None:
-    for batch in plan_batches(dict(enumerate(given_slices)), piece_bytes=7):
-        by_piece = [(piece.offset + i, piece.remote.offset + i)
-                    for piece in batch.pieces for i in range(piece.remote.length)]
-        by_run = [(run.offset + i, run.remote_offset + i)
-                  for run in plan_runs(batch.pieces) for i in range(run.length)]
-        assert by_run == by_piece
+@given(slices, st.booleans(), st.integers(1, 30))
+def test_every_byte_is_in_a_piece_of_its_slice(given_slices: list[Slice], join: bool, piece_bytes: int) -> None:
+    held: dict[int, int] = {}
+    for batch in plan_batches(dict(enumerate(given_slices)), join=join, piece_bytes=piece_bytes):
+        for piece in batch.pieces:
+            members = [i for i in range(piece.first, piece.last + 1) if given_slices[i].remote.length]
+            if len(members) == 1:
+                held[members[0]] = held.get(members[0], 0) + piece.remote.length
+            else:
+                assert join and piece.remote.length == sum(given_slices[i].remote.length for i in members)
+                held |= {i: given_slices[i].remote.length for i in members}
+    assert held == {i: item.remote.length for i, item in enumerate(given_slices) if item.remote.length}
 
 
-def test_neighbours_on_both_sides_become_one_run() -> None:
-    batch, = plan_batches({0: slice_of(0, 100, 10), 1: slice_of(10, 110, 10), 2: slice_of(20, 200, 5)})
-    assert plan_runs(batch.pieces) == [Run("own", 0, "kv", 100, 20), Run("own", 20, "kv", 200, 5)]
-    assert join_spans([piece.remote for piece in batch.pieces]) == [("kv", 100, 20), ("kv", 200, 5)]
+def test_neighbours_on_both_sides_become_one_piece_unless_each_is_to_be_proven() -> None:
+    neighbours = {0: slice_of(0, 100, 10), 1: slice_of(10, 110, 10), 2: slice_of(20, 200, 5)}
+    batch, = plan_batches(neighbours, join=True)
+    assert batch.pieces == (Piece(0, 1, "own", 0, Span("kv", 100, 20)), Piece(2, 2, "own", 20, Span("kv", 200, 5)))
+    batch, = plan_batches(neighbours, join=False)
+    assert [(piece.first, piece.last) for piece in batch.pieces] == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_batch_names_no_more_segments_than_one_answer_can_hand_out() -> None:
-    many = {i: slice_of(i, 0, 1, segment=f"s{i}") for i in range(MAX_SEGMENTS + 1)}
-    assert [len(batch.pieces) for batch in plan_batches(many)] == [MAX_SEGMENTS, 1]
+def test_slices_of_two_segments_are_not_joined() -> None:
+    batch, = plan_batches({0: slice_of(0, 0, 4, "a"), 1: slice_of(4, 4, 4, "b")}, join=True)
+    assert [piece.remote.segment for piece in batch.pieces] == ["a", "b"]
 
 
-def test_spans_of_two_segments_are_not_joined() -> None:
-    assert join_spans([Span("a", 0, 4), Span("b", 4, 4)]) == [("a", 0, 4), ("b", 4, 4)]
+def test_a_push_is_spread_over_lanes_only_where_each_gets_enough() -> None:
+    assert spread_bytes(2 << 20, 2) == 1 << 20
+    assert spread_bytes(600 << 10, 2) == 512 << 10
+    assert spread_bytes(1 << 30, 2) == 8 << 20
+
+
+@pytest.mark.parametrize(("policy", "path", "peer_host", "expected"), [
+    ("auto", "tcp", "there", True), ("auto", "tcp", "here", False), ("auto", "shm", "here", False),
+    ("auto", "rdma", "there", False), ("on", "shm", "here", True), ("off", "tcp", "there", False),
+])
+def test_checksums_are_for_where_bytes_can_change(policy: str, path: str, peer_host: str, expected: bool) -> None:
+    assert needs_checksums(policy, path, "here", peer_host) is expected
 
 
 def endpoint(worker: str, host: str, shm: str = "/s", tcp: str = "h:1") -> Endpoint:

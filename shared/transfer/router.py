@@ -1,0 +1,163 @@
+"""The sending side of an engine: which path leads to a peer, and what is known of the paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shared.clock import Clock
+from shared.ids import Incarnation, WorkerId
+from shared.messages import Endpoint
+from shared.transfer import copy, shm, tcp
+from shared.transfer.lane import Lane, Sender, Trouble
+from shared.transfer.link import Link
+from shared.transfer.plan import (
+    BATCH_BYTES,
+    MIN_SPREAD_BYTES,
+    STAGE_BYTES,
+    Batch,
+    Choice,
+    Routes,
+    choose_paths,
+    needs_checksums,
+    plan_batches,
+    spread_bytes,
+)
+from shared.transfer.settings import TransferSettings
+from shared.transfer.statistics import Counts
+from shared.transfer.types import PeerGone, Slice
+
+if TYPE_CHECKING:
+    from shared.transfer.push import Push
+
+LANE_BYTES = 4 << 20
+"""Bytes on their way on a lane before another one is opened beside it."""
+PAUSE_S = 1.0
+"""How long a path is avoided after it could not connect; doubles up to ``MAX_PAUSE_S``."""
+MAX_PAUSE_S = 32.0
+
+MakeLane = Callable[[Sender, Endpoint, str], Lane]
+
+
+@dataclass(slots=True)
+class _Pause:
+    """A path that could not connect is tried last until ``until_s`` (monotonic)."""
+
+    until_s: float
+    length_s: float
+    why: str
+
+
+class Router:
+    """Links to peers by path, and pauses of those that fail. Lives on the event loop.
+
+    ``lanes``: {path: what makes a lane on it}. ``own`` is how the engine is reached itself.
+    """
+
+    def __init__(self, lanes: Mapping[str, MakeLane], sender: Sender, settings: TransferSettings, clock: Clock,
+                 own: Endpoint) -> None:
+        self._lanes, self._sender, self._settings, self._clock = lanes, sender, settings, clock
+        self.own = own
+        #: {(peer, its incarnation, path, address): link}; a peer's former incarnations have none
+        self._links: dict[tuple[WorkerId, Incarnation, str, str], Link] = {}
+        self._retired: list[Lane] = []
+        """Lanes of former incarnations whose threads may still run."""
+        self._pauses: dict[tuple[WorkerId, Incarnation, str], _Pause] = {}
+        self._sent_slices = 0
+        self.counts = Counts()
+        self.pushes: set[Push] = set()
+        """On their way."""
+        self.closed = False
+
+    def routes(self, peer: Endpoint) -> Routes:
+        """Paths to ``peer``, best first; the first is counted as chosen."""
+        routes = choose_paths(self._settings.paths, self.own, peer, same_process=copy.is_local(peer),
+                              paused=self._paused(peer))
+        if routes.choices:
+            self.counts.chose(routes.choices[0])
+        return routes
+
+    def plan(self, peer: Endpoint, choice: Choice, slices: Mapping[int, Slice]) -> list[Batch]:
+        """``slices`` cut and joined as suits the path."""
+        settings, segments = self._settings, self._sender.segments
+        batch_bytes = BATCH_BYTES
+        if choice.path == shm.PATH:
+            if all(segments[item.segment].mappable for item in slices.values()):
+                batch_bytes = spread_bytes(sum(item.remote.length for item in slices.values()), settings.lanes)
+            else:
+                batch_bytes = STAGE_BYTES
+        proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)
+        return plan_batches(slices, join=not proven, batch_bytes=batch_bytes)
+
+    def link(self, peer: Endpoint, choice: Choice) -> Link:
+        """The link to ``peer`` by that path; ends what leads to its former lives."""
+        key = (peer.worker, peer.incarnation, choice.path, choice.address)
+        link = self._links.get(key)
+        if link is None:
+            self._retire(peer)
+            settings, local = self._settings, peer.host == self.own.host
+            # Within a host a second TCP connection only takes a processor from the first one's receiver.
+            single = choice.path == copy.PATH or (choice.path == tcp.PATH and local)
+            link = self._links[key] = Link(
+                partial(self._lanes[choice.path], self._sender, peer, choice.address),
+                max_lanes=1 if single else settings.lanes,
+                lane_bytes=MIN_SPREAD_BYTES if choice.path == shm.PATH else LANE_BYTES,
+                max_inflight=settings.max_inflight, silence_s=settings.silence_s)
+        return link
+
+    def judge(self, peer: Endpoint, choice: Choice, link: Link, gone: Trouble | None) -> None:
+        """Pauses a path that does not connect; forgives one that does. ``gone``: why a batch did not get through."""
+        key = (peer.worker, peer.incarnation, choice.path)
+        if gone is None or link.connected:
+            self._pauses.pop(key, None)
+            return
+        former = self._pauses.get(key)
+        length_s = min(MAX_PAUSE_S, former.length_s * 2) if former else PAUSE_S
+        self._pauses[key] = _Pause(self._clock.monotonic() + length_s, length_s, gone.why)
+
+    def corrupt(self, batch: Batch) -> frozenset[int]:
+        """For tests: pieces of ``batch`` to corrupt, by the setting ``corrupt_every``."""
+        every = self._settings.corrupt_every
+        if not every:
+            return frozenset()
+        chosen = []
+        for i, piece in enumerate(batch.pieces):
+            if i == 0 or batch.pieces[i - 1].first != piece.first:  # a new slice begins
+                self._sent_slices += 1
+                if self._sent_slices % every == 0:
+                    chosen.append(i)
+        return frozenset(chosen)
+
+    def ended(self, push: Push) -> None:
+        """A push has its result."""
+        self.pushes.discard(push)
+
+    def drop(self, why: str) -> None:
+        """Cuts every connection; they are made anew when needed."""
+        for link in self._links.values():
+            self._retired += link.fail(Trouble(PeerGone, why))
+        self._links.clear()
+
+    def close(self) -> list[Lane]:
+        """Ends everything on its way; returns the lanes to join."""
+        self.closed = True
+        self.drop("this engine was closed")
+        return self._retired
+
+    def _paused(self, peer: Endpoint) -> dict[str, str]:
+        if not self._pauses:
+            return {}
+        now = self._clock.monotonic()
+        pauses = ((path, self._pauses.get((peer.worker, peer.incarnation, path))) for path in self._settings.paths)
+        return {path: pause.why for path, pause in pauses if pause is not None and pause.until_s > now}
+
+    def _retire(self, peer: Endpoint) -> None:
+        """Ends what leads to former lives of ``peer``."""
+        former = [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]
+        self._retired = [lane for lane in self._retired if lane.alive]
+        for key in former:
+            self._retired += self._links.pop(key).fail(Trouble(PeerGone, "the peer has a new incarnation"))
+        for pause in [key for key in self._pauses if key[0] == peer.worker and key[1] != peer.incarnation]:
+            del self._pauses[pause]
