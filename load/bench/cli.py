@@ -40,7 +40,7 @@ def bench_transfer(
     only: Annotated[list[str] | None, typer.Option(
         help="Only these lines, like shm, 'tcp*' or '*/2MiB'; again for more.")] = None,
     against: Annotated[list[Against] | None, typer.Option(
-        help="What to measure beside us; again for more. iperf3 unless given.")] = None,
+        help="What to measure beside us; again for more. iperf3 always is, unless nothing is.")] = None,
     mooncake_python: Annotated[Path | None, typer.Option(
         help="Interpreter that imports Mooncake; an environment is made once in the cache unless given.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
@@ -55,10 +55,11 @@ def bench_transfer(
     from load.bench import show, transfer
     from load.bench.rounds import make_rows
 
+    chosen = against or []
     sizes = dict(_size(text) for text in size) if size else transfer.SIZES
     options = transfer.BenchOptions(
         rounds=rounds, seconds=seconds, sizes=sizes, only=only or (),
-        against=frozenset(one.value for one in against) if against else frozenset({Against.IPERF3.value}),
+        against=frozenset() if Against.NOTHING in chosen else frozenset({Against.IPERF3.value, *chosen}),
         mooncake_python=mooncake_python, cache=load_settings(CommonSettings, "load").cache_path())
     started_at_s = time.time()
     outcome = uvloop.run(transfer.bench(options, Console(stderr=True)))
@@ -67,7 +68,9 @@ def bench_transfer(
         show.write_json(json, show.make_report(outcome, rows, started_at_s=started_at_s, rounds=rounds,
                                                seconds=seconds))
     console = Console()
-    for table in (show.figures_table(rows), show.comparisons_table(rows)):
+    if rows:
+        console.print(f"Medians over {rounds} rounds; a ratio is the median of the rounds' ratios.\n", highlight=False)
+    for table in (*show.figures_tables(rows), show.comparisons_table(rows)):
         if table.row_count:
             console.print(table)
     for name, why in outcome.lost.items():

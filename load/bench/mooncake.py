@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -16,6 +17,8 @@ from load.bench.limits import figures
 from load.bench.processes import cpu_seconds
 from load.bench.rounds import Probe
 from shared.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 WHEEL = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 _PEERS = Path(__file__).parent / "peers"
@@ -97,6 +100,9 @@ async def shm_probes(what: str, python: Python, sizes: Mapping[str, int], second
 async def _start(name: str, python: Python, program: str, *arguments: str) -> AsyncIterator[Child]:
     command = [str(await asyncio.to_thread(python.ready)), str(_PEERS / program), *arguments]
     async with Child.start(name, command, env=_ENV) as child:
+        if not child.greeting["confined"]:
+            _log.warning("the kernel lets %s have no network of its own, so its servers listen on every interface "
+                         "until this ends", name)
         yield child
 
 

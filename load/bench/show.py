@@ -18,6 +18,9 @@ from shared.errors import UserError
 from shared.units import format_bytes
 from shared.version import product_version
 
+_TABLES = {"One push after another": ("p50", "rate", "cpu"), "A prompt, layer after layer": ("streamed", "whole"),
+           "Many small pushes": ("p50", "p99", "pushes")}
+"""{title: its figures}; a probe is in the first table that has all of its own."""
 _COMPARED: dict[str, JustifyMethod] = {"figure": "left", "value": "right", "ratio": "right", "against": "left",
                                        "target": "left"}
 
@@ -53,25 +56,28 @@ def write_json(path: Path, report: Report) -> None:
         raise UserError(f"--json: cannot write {path}: {error.strerror or error}") from error
 
 
-def figures_table(rows: Sequence[Row]) -> Table:
-    """A line a probe, a column a figure: medians over the rounds."""
+def figures_tables(rows: Sequence[Row]) -> list[Table]:
+    """A line a probe, a column a figure: medians over the rounds. Probes of the same figures share a table."""
     probes: dict[str, dict[str, Row]] = {}
     for row in rows:
         name, _, kind = row.name.rpartition("/")
         probes.setdefault(name, {})[kind] = row
-    kinds = [kind for kind in UNITS if any(kind in taken for taken in probes.values())]
-    table = _table("Medians over the rounds")
-    table.add_column("", no_wrap=True)
-    for kind in kinds:
-        table.add_column(f"{kind} {UNITS[kind]}", justify="right")
-    for name, taken in probes.items():
-        table.add_row(name, *(figure(taken[kind].value) if kind in taken else "" for kind in kinds))
-    return table
+    tables = []
+    for title, kinds in _TABLES.items():
+        table = _table(title)
+        table.add_column("", no_wrap=True)
+        for kind in kinds:
+            table.add_column(f"{kind} {UNITS[kind]}", justify="right", no_wrap=True)
+        for name in [name for name, taken in probes.items() if set(taken) <= set(kinds)]:
+            taken = probes.pop(name)
+            table.add_row(name, *(figure(taken[kind].value) if kind in taken else "" for kind in kinds))
+        tables += [table] if table.row_count else []
+    return tables
 
 
 def comparisons_table(rows: Sequence[Row]) -> Table:
     """A line a comparison, those with a target first."""
-    table = _table("Compared; a ratio is the median of the rounds' ratios")
+    table = _table("Compared")
     for header, justify in _COMPARED.items():
         table.add_column(header, justify=justify, no_wrap=header == "figure")
     for row in sorted((row for row in rows if row.against or row.target), key=lambda row: row.met is None):

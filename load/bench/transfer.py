@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,11 +40,14 @@ SPEC = CacheSpec(model="smollm2-135m", weights_digest="", tokenizer_digest="", d
 SMALL_BYTES, SMALL_PROCESSES, SMALL_IN_FLIGHT = 16 << 10, 8, 1000
 DEADLINE_S = 120.0
 """Time of one probe in one round beyond what it was told to measure."""
+SMALL_PUSH_BYTES = 1 << 20
+STREAM_S = 30.0
+"""Deadline of a stream; nobody waits for it unless something is broken."""
 WARM_UP = 3
 """Pushes before those that count: connections, mappings, pages."""
 
 
-def targets(sizes: Iterable[str] = SIZES) -> list[Target]:
+def targets(sizes: Mapping[str, int] = SIZES) -> list[Target]:
     """What the transfer engine has to reach, and then the same comparisons where nothing is asked of it."""
     wanted = [
         *(Target(f"tcp/{size}/rate", "iperf3/1MiB/rate", at_least=0.8) for size in ("2MiB", "64MiB")),
@@ -60,15 +62,22 @@ def targets(sizes: Iterable[str] = SIZES) -> list[Target]:
         wanted.append(Target(f"layers/{path}/streamed", f"layers/{path}/whole", at_most=1.15))
         wanted.append(Target(f"small/{path}/p99", f"small/{path}/p50", at_most=20.0))
     taken = {(target.row, target.against) for target in wanted}
-    pairs = [(f"{path}/{size}/{figure}", f"{other}/{figure}") for size in sizes for path, figure, others in (
-        ("tcp", "p50", [f"mooncake-tcp/{size}"]), ("tcp", "rate", ["iperf3/1MiB", f"mooncake-tcp/{size}"]),
-        ("tcp", "cpu", ["iperf3/1MiB", f"mooncake-tcp/{size}"]),
-        ("shm", "p50", [f"mooncake-shm-put/{size}", f"mooncake-shm-get/{size}"]),
-        ("shm", "rate", [f"memcpy/{size}", f"mooncake-shm-put/{size}", f"mooncake-shm-get/{size}"]),
-        ("shm", "cpu", [f"mooncake-shm-put/{size}", f"mooncake-shm-get/{size}"]),
-        ("tcp+xxh3", "rate", [f"tcp/{size}"]), ("shm+xxh3", "rate", [f"shm/{size}"]),
-    ) for other in others]
-    return wanted + [Target(row, against) for row, against in pairs if (row, against) not in taken]
+    more = [target for size, nbytes in sizes.items()
+            for target in _comparisons(size, is_small=nbytes < SMALL_PUSH_BYTES)]
+    return wanted + [target for target in more if (target.row, target.against) not in taken]
+
+
+def _comparisons(size: str, *, is_small: bool) -> list[Target]:
+    """Of pushes of one size: a small one by its latency, a large one by its rate and what it costs."""
+    theirs = {"tcp": [f"mooncake-tcp/{size}"], "shm": [f"mooncake-shm-{what}/{size}" for what in ("put", "get")]}
+    if is_small:
+        return [Target(f"{path}/{size}/p50", f"{other}/p50") for path in PATHS for other in theirs[path]]
+    limits_of = {("tcp", "rate"): ["iperf3/1MiB"], ("tcp", "cpu"): ["iperf3/1MiB"], ("shm", "rate"): [f"memcpy/{size}"]}
+    return [
+        *(Target(f"{path}/{size}/{figure}", f"{other}/{figure}") for path in PATHS for figure in ("rate", "cpu")
+          for other in limits_of.get((path, figure), []) + theirs[path]),
+        *(Target(f"{path}+xxh3/{size}/rate", f"{path}/{size}/rate") for path in PATHS),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +227,15 @@ def layer_slices(spec: CacheSpec, tokens: int) -> list[list[Slice]]:
 
 @asynccontextmanager
 async def layer_probes(path: str, seconds: float) -> AsyncIterator[list[Probe]]:
-    """A prompt's KV pushed layer after layer, and the same bytes as one push."""
+    """A prompt's KV pushed layer after layer, with one completion, and the same bytes as one push."""
     layers = layer_slices(SPEC, PROMPT_TOKENS)
     nbytes = SPEC.blocks_of(PROMPT_TOKENS) * SPEC.block_bytes
 
     async def streamed() -> None:
-        for result in await asyncio.gather(*(pair.engine.push(pair.endpoint, slices, pair.grant) for slices in layers)):
-            check(result)
+        stream = pair.engine.stream(pair.endpoint, pair.grant, timeout_s=STREAM_S)
+        for slices in layers:
+            stream.push(slices)
+        check(await stream.close())
 
     async def measure() -> Mapping[str, float]:
         taken: dict[str, list[float]] = {"streamed": [], "whole": []}

@@ -8,7 +8,7 @@ import pytest
 
 from load.bench import transfer
 from load.bench.rounds import UNITS, Row
-from load.bench.show import comparisons_table, figure, figures_table
+from load.bench.show import comparisons_table, figure, figures_tables
 from shared.transfer import Slice
 
 EVERYTHING = transfer.BenchOptions(rounds=1, seconds=0.1, against=frozenset({"iperf3", "mooncake"}))
@@ -61,7 +61,8 @@ def test_tables_have_a_line_a_probe_and_a_line_a_comparison() -> None:
     met = Row(name="shm/2MiB/rate", value=11.0, unit="GB/s", rounds=[11.0], against="memcpy/2MiB/rate",
               against_value=12.0, ratio=0.92, target="≥ 0.9 × memcpy/2MiB/rate", met=True)
     p50 = Row(name="shm/2MiB/p50", value=0.19, unit="ms", rounds=[0.19], target="≤ 0.2 ms", met=True)
-    assert figures_table([plain, met, p50]).row_count == 2
+    small = Row(name="small/shm/p99", value=3.0, unit="ms", rounds=[3.0])
+    assert [table.row_count for table in figures_tables([plain, met, p50, small])] == [2, 1]
     table = comparisons_table([plain, met, p50])
     assert [list(column.cells) for column in table.columns][3:] == [
         ["12.0 memcpy/2MiB", ""], ["[green]≥ 0.9 met[/]", "[green]≤ 0.2 ms met[/]"]]
