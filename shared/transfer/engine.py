@@ -18,6 +18,7 @@ from shared.clock import Clock, SystemClock
 from shared.errors import Bug, SettingError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId, fresh
 from shared.messages import Endpoint, Grant, Range
+from shared.telemetry import metrics
 from shared.transfer import copy, shm, tcp
 from shared.transfer.addresses import advertised_host, host_clock_s, host_id, join_address
 from shared.transfer.frames import MAX_NAME, MAX_NOTE_BYTES
@@ -252,6 +253,7 @@ class TransferEngine:
         while True:
             await asyncio.sleep(WATCH_S)
             self._receiver.watch()
+            metrics.TRANSFER_IN_FLIGHT_BYTES.set(self._router.inflight_bytes)
 
     async def _close(self) -> None:
         """Stops sending, then receiving, then drops the memory; waits for every thread."""

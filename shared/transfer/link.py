@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.messages import Grant
-from shared.telemetry import metrics
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.lane import LATE, Lane, Outcome, Transfer, Trouble
 from shared.transfer.plan import Batch
@@ -44,8 +43,10 @@ class Sending:
     """One a batch, ``None`` until it is known."""
     ended_s: list[float] = field(init=False)
     """When each became known, on the host's clock."""
-    left: int = field(init=False)
+    left: int = field(init=False, default=0)
     """Outcomes not known yet."""
+    troubles: int = 0
+    """Batches that did not arrive whole."""
     told: Callable[[], None] = lambda: None
     """Called when no outcome is left to wait for."""
     cancelled: bool = False
@@ -55,10 +56,16 @@ class Sending:
         self.left = len(self.batches)
         self.outcomes, self.ended_s = [None] * self.left, [0.0] * self.left
 
+    @property
+    def is_whole(self) -> bool:
+        """Did every piece of every batch arrive?"""
+        return self.troubles == 0
+
     def tell(self, index: int, outcome: Outcome) -> None:
         """What became of the batch ``index``."""
         self.outcomes[index], self.ended_s[index] = outcome, host_clock_s()
         self.left -= 1
+        self.troubles += any(trouble is not None for trouble in outcome)
         if not self.left:
             self.told()
 
@@ -86,6 +93,11 @@ class Link:
     def connected(self) -> bool:
         """Is a lane open?"""
         return any(load.lane.failed is None for load in self._open)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """On their way, or about to be."""
+        return self._nbytes
 
     def send_now(self, sending: Sending) -> bool:
         """Submits everything if that needs no waiting; false, with nothing done, if it does."""
@@ -242,12 +254,10 @@ class Link:
     def _take(self, nbytes: int) -> None:
         self._batches += 1
         self._nbytes += nbytes
-        metrics.TRANSFER_IN_FLIGHT_BYTES.inc(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
         self._batches -= 1
         self._nbytes -= nbytes
-        metrics.TRANSFER_IN_FLIGHT_BYTES.dec(nbytes)
         self._admit()
 
     def _admit(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from shared.messages import Endpoint
 from shared.transfer.frames import MAX_SPANS, Span
 from shared.transfer.types import Slice
@@ -22,8 +24,7 @@ MIN_SPREAD_BYTES = 512 << 10
 """A batch below this is not worth another thread's waking."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """``remote.length`` bytes at ``offset`` of the local ``segment``; of the push's slices ``first`` to ``last``."""
 
     first: int
@@ -33,8 +34,7 @@ class Piece:
     remote: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Pieces that are claimed, sent and acknowledged together."""
 
     pieces: tuple[Piece, ...]

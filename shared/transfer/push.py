@@ -123,7 +123,7 @@ class Push:
         """Can nothing more be done for it?"""
         if sending.note is not self._note:
             return False
-        return not any(trouble is not None and trouble.kind is PeerGone
+        return sending.is_whole or not any(trouble is not None and trouble.kind is PeerGone
                        for outcome in sending.outcomes for trouble in outcome or ())
 
     async def _run(self, sent: Sending | None) -> None:
@@ -158,6 +158,9 @@ class Push:
 
     def _collect(self, choice: Choice, link: Link, sending: Sending) -> bool:
         """Books the outcomes; true if a connection broke: what may be tried again is left in ``_todo``."""
+        if sending.is_whole:  # nearly always
+            self._book_whole(choice, link, sending)
+            return False
         new: dict[int, Trouble] = {}
         acknowledged = 0
         for batch, outcome, ended_s in zip(sending.batches, sending.outcomes, sending.ended_s, strict=True):
@@ -186,6 +189,23 @@ class Push:
         self._router.counts.pushed(choice.path, acknowledged, seconds=host_clock_s() - self._started_s)
         self._router.judge(self._peer, choice, link, gone)
         return gone is not None
+
+    def _book_whole(self, choice: Choice, link: Link, sending: Sending) -> None:
+        """Everything that was to be done arrived."""
+        for batch, ended_s in zip(sending.batches, sending.ended_s, strict=True):
+            for piece in batch.pieces:
+                for index in range(piece.first, piece.last + 1):
+                    self._path[index], self._ended_s[index] = choice.path, ended_s
+        for index in self._todo if self._troubles else ():
+            self._troubles.pop(index, None)
+        self._todo = {}
+        if sending.note is not None:
+            self._note = self._note_trouble = None
+        nbytes = sum(batch.nbytes for batch in sending.batches)
+        if nbytes and choice.path not in self._paths:
+            self._paths.append(choice.path)
+        self._router.counts.pushed(choice.path, nbytes, seconds=host_clock_s() - self._started_s)
+        self._router.judge(self._peer, choice, link, None)
 
     def _fail_all(self, excluded: Mapping[str, str]) -> None:
         why = "; ".join(f"{path}: {reason}" for path, reason in excluded.items()) or "no path is allowed"

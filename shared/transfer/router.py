@@ -65,6 +65,8 @@ class Router:
         self._retired: list[Lane] = []
         """Lanes of former incarnations whose threads may still run."""
         self._pauses: dict[tuple[WorkerId, Incarnation, str], _Pause] = {}
+        #: {peer: (how it is reached, is it in this process, routes to it when none was paused)}
+        self._routes: dict[WorkerId, tuple[Endpoint, bool, Routes]] = {}
         self._sent_slices = 0
         self.counts = Counts()
         self.pushes: set[Push] = set()
@@ -73,8 +75,17 @@ class Router:
 
     def routes(self, peer: Endpoint) -> Routes:
         """Paths to ``peer``, best first; the first is counted as chosen."""
-        routes = choose_paths(self._settings.paths, self.own, peer, same_process=copy.is_local(peer),
-                              paused=self._paused(peer))
+        same_process = copy.is_local(peer)
+        known = self._routes.get(peer.worker)
+        if known is not None and not self._pauses and known[0] == peer and known[1] == same_process:
+            routes = known[2]
+        else:
+            routes = choose_paths(self._settings.paths, self.own, peer, same_process=same_process,
+                                  paused=self._paused(peer))
+            if self._pauses:
+                self._routes.clear()
+            else:
+                self._routes[peer.worker] = (peer, same_process, routes)
         if routes.choices:
             self.counts.chose(routes.choices[0])
         return routes
@@ -134,6 +145,11 @@ class Router:
         """A push has its result."""
         self.pushes.discard(push)
 
+    @property
+    def inflight_bytes(self) -> int:
+        """Sent and not acknowledged."""
+        return sum(link.inflight_bytes for link in self._links.values())
+
     def drop(self, why: str) -> None:
         """Cuts every connection; they are made anew when needed."""
         for link in self._links.values():
@@ -155,6 +171,7 @@ class Router:
 
     def _retire(self, peer: Endpoint) -> None:
         """Ends what leads to former lives of ``peer``."""
+        self._routes.pop(peer.worker, None)
         former = [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]
         self._retired = [lane for lane in self._retired if lane.alive]
         for key in former:

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from shared.errors import MoonbusError
 from shared.ids import OperationId, WorkerId
@@ -68,8 +68,7 @@ class TransferCancelled(TransferError):
     code = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """``remote.length`` bytes from ``[offset, ...)`` of the local segment ``segment`` into ``remote``."""
 
     segment: str
@@ -77,8 +76,7 @@ class Slice:
     remote: Range
 
 
-@dataclass(frozen=True, slots=True)
-class SliceStatus:
+class SliceStatus(msgspec.Struct, frozen=True):
     """What became of one slice: ``error`` is ``None`` when the receiver has verified and acknowledged it."""
 
     slice: Slice
@@ -94,8 +92,7 @@ class SliceStatus:
         return 0 if self.error is not None else self.slice.remote.length
 
 
-@dataclass(frozen=True, slots=True)
-class Notification:
+class Notification(msgspec.Struct, frozen=True):
     """``data`` that ``sender`` wanted known once everything it pushed under ``operation`` by then was committed."""
 
     operation: OperationId
@@ -103,11 +100,10 @@ class Notification:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PushResult:
+class PushResult(msgspec.Struct, frozen=True):
     """What became of one push; every push ends with one of these, whatever happens to the peer."""
 
-    slices: list[SliceStatus] = field(default_factory=list)
+    slices: list[SliceStatus] = []
     note_error: TransferError | None = None
     """Why the receiver was not notified, although every slice arrived."""
     nbytes: int = 0
