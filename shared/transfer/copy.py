@@ -16,6 +16,7 @@ from shared.transfer.lane import INLINE_BYTES, LATE, Outcome, Pending, Sender, T
 from shared.transfer.ledger import Refused, checksum
 from shared.transfer.plan import needs_checksums
 from shared.transfer.receiver import Receiver
+from shared.transfer.segment import DeviceSegment
 from shared.transfer.types import ChecksumMismatch, GrantRefused, Notification, PeerGone
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class CopyLane:
         if not self._pending.add(transfer):
             return
         transfer.begun = True
-        if transfer.batch.nbytes <= INLINE_BYTES:
+        if transfer.batch.nbytes <= INLINE_BYTES and not self._sender.is_staged(transfer.batch):
             self._end(transfer, self._copied(transfer))
         else:
             self._queue.put(transfer)
@@ -127,10 +128,16 @@ class CopyLane:
         writer = ledger.begin(claim, path=PATH, sender=sender.worker, condemn=_ends_soon)
         try:
             for i, piece in enumerate(pieces):
-                target = ledger.bytes_of(piece.remote)
-                target[:] = sender.source(piece)
+                source, span = sender.segments[piece.segment], piece.remote
+                target = ledger.segment_of(span)
+                if isinstance(source, DeviceSegment) and i not in transfer.corrupt:
+                    target.fetch(span.offset, source.memory.part(piece.offset, span.length))()
+                    continue
+                data = source.read(piece.offset, span.length)
                 if i in transfer.corrupt:
-                    target[0] ^= 0xFF
+                    data = data.copy()
+                    data[0] ^= 0xFF
+                target.write(span.offset, data)
             if host_clock_s() > transfer.deadline_s:
                 raise Refused("copied after the deadline")
             host = sender.host

@@ -96,10 +96,9 @@ def _uuid(cuda: Any, index: int) -> str:
     return str(cuda.get_device_properties(index).uuid)
 
 
-def is_device_tensor(memory: object) -> bool:
-    """Is it a tensor outside of host memory? Does not import torch: who has a tensor has done so."""
-    device = getattr(memory, "device", None)
-    return type(memory).__module__.partition(".")[0] == "torch" and getattr(device, "type", "cpu") != "cpu"
+def is_cuda_tensor(memory: object) -> bool:
+    """Is it a tensor in a GPU's memory? Does not import torch: who has a tensor has done so."""
+    return hasattr(memory, "data_ptr") and getattr(getattr(memory, "device", None), "type", "") == "cuda"
 
 
 class SideStream:
@@ -171,6 +170,11 @@ class DeviceMemory:
         if not 0 <= offset <= offset + len(source) <= self.nbytes:
             raise Bug(f"bytes {offset}..{offset + len(source)} of {self.nbytes} on {self.device}")
         return self._stream.copy(self.bytes[offset:offset + len(source)], source)
+
+    def part(self, offset: int, length: int) -> torch.Tensor:
+        """``[offset, offset + length)`` to read from, once what the default stream was given is done."""
+        self.settle()
+        return self.bytes[offset:offset + length]
 
     def settle(self) -> None:
         """Returns when everything is done that the default stream was given, so that another process may read."""

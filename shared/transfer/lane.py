@@ -50,6 +50,8 @@ class Trouble:
 Outcome = Sequence[Trouble | None]
 """One a piece of the batch; a batch without pieces, which only brings a note, has one all the same."""
 
+DIAL_ERRORS = (OSError, ValueError, Closed, frames.FrameError)
+"""What connecting and greeting raise."""
 LATE = Trouble(TransferTimeout, "not acknowledged before the deadline")
 
 
@@ -93,8 +95,12 @@ class Sender:
     name: str
 
     def source(self, piece: Piece) -> npt.NDArray[np.uint8]:
-        """The bytes of a piece, where they lie."""
-        return self.segments[piece.segment].array[piece.offset:piece.offset + piece.remote.length]
+        """The bytes of a piece, where they lie if the host has them."""
+        return self.segments[piece.segment].read(piece.offset, piece.remote.length)
+
+    def is_staged(self, batch: Batch) -> bool:
+        """Does it take time to get at its bytes?"""
+        return any(self.segments[piece.segment].staged for piece in batch.pieces)
 
     def timeout_ms(self, transfer: Transfer) -> int:
         """What is left of a transfer's time, as it travels: at least 1 ms, at most what a receiver accepts."""
@@ -292,14 +298,7 @@ class StreamLane(ABC):
         transfer = self._pending.get(body.id)
         if transfer is None:
             return
-        count = max(1, len(transfer.batch.pieces))
-        outcome: list[Trouble | None] = [None] * count
-        if body.refused:
-            outcome = [Trouble(GrantRefused, body.refused)] * count
-        for i in body.bad:
-            if not 0 <= i < count:
-                raise frames.FrameError(f"acknowledgement of piece {i} of {count}")
-            outcome[i] = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent")
+        outcome = outcome_of(body, transfer)
         self.ended(transfer)
         self._pending.end(transfer, outcome)
 
@@ -344,8 +343,8 @@ class StreamLane(ABC):
 
     def _work(self) -> None:
         try:
-            connection = self._open()
-        except (OSError, ValueError, Closed, frames.FrameError) as error:
+            connection = self.dial()
+        except DIAL_ERRORS as error:
             trouble = Trouble(PeerGone, f"no connection to {self._address}: {_text(error)}")
             call_on(self._loop, self._on_refused, trouble)
             return
@@ -369,7 +368,8 @@ class StreamLane(ABC):
             connection.close()
             self.release()
 
-    def _open(self) -> Connection:
+    def dial(self) -> Connection:
+        """A connection to the wanted peer and no other; blocks. Raises :data:`DIAL_ERRORS`."""
         sender, peer = self._sender, self._peer
         connection = self.connect(self._address, sender.connect_timeout_s)
         try:
@@ -388,6 +388,19 @@ class StreamLane(ABC):
             raise
         self.checksums = body.checksums or needs_checksums(sender.checksums, self.path, sender.host, peer.host)
         return connection
+
+
+def outcome_of(body: frames.Ack, transfer: Transfer) -> Outcome:
+    """What the receiver says; raises :class:`frames.FrameError` when it makes no sense."""
+    count = max(1, len(transfer.batch.pieces))
+    outcome: list[Trouble | None] = [None] * count
+    if body.refused:
+        outcome = [Trouble(GrantRefused, body.refused)] * count
+    for i in body.bad:
+        if not 0 <= i < count:
+            raise frames.FrameError(f"acknowledgement of piece {i} of {count}")
+        outcome[i] = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent")
+    return outcome
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

@@ -274,9 +274,9 @@ class Ledger:
         with self._lock:
             return [writer for entry in self._entries.values() for writer in entry.writers if writer.deadline_s <= now]
 
-    def bytes_of(self, span: Span) -> npt.NDArray[np.uint8]:
-        """Our memory that ``span`` names, uint8; its claim was admitted and has not ended."""
-        return self._segments[span.segment].array[span.offset:span.offset + span.length]
+    def segment_of(self, span: Span) -> Segment:
+        """Our memory that ``span`` names a part of; its claim was admitted and has not ended."""
+        return self._segments[span.segment]
 
     def _admit(self, claim: Claim, operation: OperationId, sender: str, now: float) -> _Entry:
         if claim.incarnation != self.incarnation:
@@ -303,7 +303,7 @@ class Ledger:
             return set()
         return {
             i for i, (span, expected) in enumerate(zip(spans, checksums, strict=True))
-            if checksum(self.bytes_of(span)) != expected
+            if checksum(self._segments[span.segment].read(span.offset, span.length)) != expected
         }
 
     def _leave(self, entry: _Entry, writer: Writer) -> list[Callable[[], None]]:

@@ -7,13 +7,17 @@ import fcntl
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import Bug
+from shared.transfer import cuda
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 _serials = itertools.count(1)
@@ -26,8 +30,10 @@ class Segment:
     uint8. ``fd`` is an anonymous file that holds it, so that another process can map it, or -1 for memory of the
     caller's. The memory itself lives until the last view of it dies; after :meth:`close` nobody new can map it.
     ``serial`` is unique in this process: a later segment of the same name has another. ``mappable``: another process
-    can map ``fd`` without fear of its end.
+    can map ``fd`` without fear of its end. ``staged``: bytes go in and out through other memory, which takes time.
     """
+
+    staged = False
 
     def __init__(self, name: str, array: npt.NDArray[np.uint8], fd: int) -> None:
         self.name, self.array, self.fd = name, array, fd
@@ -57,7 +63,7 @@ class Segment:
 
     @classmethod
     def adopt(cls, name: str, memory: Any) -> Segment:
-        """Memory that exists: a memfd (its descriptor, which stays the caller's), a CPU tensor, or a writable
+        """Memory that exists: a memfd (its descriptor, which stays the caller's), a CPU or CUDA tensor, or a writable
         contiguous buffer (numpy array, memoryview, bytearray), which is kept alive.
 
         Raises :class:`Bug` when it cannot be written, is not contiguous or is empty.
@@ -72,10 +78,36 @@ class Segment:
             except BaseException:
                 os.close(fd)
                 raise
+        if cuda.is_cuda_tensor(memory):
+            return DeviceSegment(name, cuda.DeviceMemory(memory))
         array = _tensor_bytes(name, memory) if hasattr(memory, "data_ptr") else _buffer_bytes(name, memory)
         if not len(array):
             raise Bug(f"memory of segment {name} is empty")
         return cls(name, array, -1)
+
+    def read(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        """``[offset, offset + length)``: the memory itself, or a copy when it is staged."""
+        return self.array[offset:offset + length]
+
+    def read_into(self, out: npt.NDArray[np.uint8], offset: int) -> None:
+        """Copies ``[offset, offset + len(out))`` into ``out``."""
+        out[:] = self.array[offset:offset + len(out)]
+
+    def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copies ``data`` to ``[offset, offset + len(data))``."""
+        self.array[offset:offset + len(data)] = data
+
+    def landing(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        """Where to receive what belongs in ``[offset, offset + length)``; tell :meth:`landed` when it is there."""
+        return self.array[offset:offset + length]
+
+    def landed(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """``data``, from :meth:`landing`, is filled."""
+
+    def fetch(self, offset: int, source: Tensor) -> Callable[[], None]:
+        """Begins to copy ``source``, uint8[n] of a GPU, to ``[offset, offset + n)``; call the result to wait."""
+        cuda.copy_to_host(self.array[offset:offset + len(source)], source)
+        return _nothing
 
     def close(self) -> None:
         """Closes the descriptor and drops our views. Idempotent."""
@@ -84,6 +116,36 @@ class Segment:
             self.fd = -1
         self.array = np.empty(0, dtype=np.uint8)
         self.buffer = memoryview(b"")
+
+
+class DeviceSegment(Segment):
+    """Memory of a GPU: there is no view of it in the host (``array`` and ``buffer`` are empty)."""
+
+    staged = True
+
+    def __init__(self, name: str, memory: cuda.DeviceMemory) -> None:
+        super().__init__(name, np.empty(0, dtype=np.uint8), -1)
+        self.memory, self.nbytes = memory, memory.nbytes
+
+    def read(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        out = np.empty(length, dtype=np.uint8)
+        self.memory.to_host(offset, length, out)
+        return out
+
+    def read_into(self, out: npt.NDArray[np.uint8], offset: int) -> None:
+        self.memory.to_host(offset, len(out), out)
+
+    def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        self.memory.from_host(offset, data)
+
+    def landing(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        return np.empty(length, dtype=np.uint8)
+
+    def landed(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        self.memory.from_host(offset, data)
+
+    def fetch(self, offset: int, source: Tensor) -> Callable[[], None]:
+        return self.memory.copy_from(offset, source)
 
 
 class MappedSegment:
@@ -102,6 +164,10 @@ class MappedSegment:
     def close(self) -> None:
         """Drops our view, and with it the mapping."""
         self.array = np.empty(0, dtype=np.uint8)
+
+
+def _nothing() -> None:
+    """What was copied at once needs no waiting."""
 
 
 def _files(name: str, nbytes: int, huge_pages: bool) -> Iterator[tuple[int, int]]:

@@ -55,8 +55,7 @@ class ShmLane(StreamLane):
         """{id of a staged transfer: its slot}"""
 
     def connect(self, address: str, timeout_s: float) -> Connection:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return Connection(connected(sock, address, timeout_s))
+        return Connection(connect_unix(address, timeout_s))
 
     def send_now(self, connection: Connection, transfer: Transfer) -> bool | None:
         if not self._is_mappable(transfer):
@@ -121,7 +120,7 @@ class ShmLane(StreamLane):
         offset, sources = slot * STAGE_BYTES, []
         for i, piece in enumerate(transfer.batch.pieces):
             staged = self._stage.array[offset:offset + piece.remote.length]
-            staged[:] = self._sender.source(piece)
+            self._sender.segments[piece.segment].read_into(staged, piece.offset)
             if i in transfer.corrupt:
                 staged[0] ^= 0xFF
             sources.append(frames.Source(self._stage.serial, offset))
@@ -148,9 +147,7 @@ class ShmSession(Session):
         """{serial: memory of the sender}"""
 
     def greeted(self) -> None:
-        skew_s = abs(host_clock_s() - self.sender_clock_s)
-        if skew_s > MAX_CLOCK_SKEW_S:
-            raise frames.FrameError(f"monotonic clocks differ by {skew_s:.1f} s; this is no sender of this host")
+        check_clock(self.sender_clock_s)
 
     def handle(self, body: frames.Body) -> None:
         if not isinstance(body, frames.Copy):
@@ -159,7 +156,7 @@ class ShmSession(Session):
         if self._begin(body) is None:
             return
         for span, source in zip(body.spans, body.sources, strict=True):
-            self._ledger.bytes_of(span)[:] = self._source(source, span.length)
+            self._ledger.segment_of(span).write(span.offset, self._source(source, span.length))
         if host_clock_s() > body.deadline_s:
             self._refuse(body, "copied after the sender's deadline")
             return
@@ -180,6 +177,18 @@ class ShmSession(Session):
         if mapped is None or source.offset + length > len(mapped.array):
             raise frames.FrameError(f"{length} bytes at {source.offset} of memory {source.serial} were not handed over")
         return mapped.array[source.offset:source.offset + length]
+
+
+def check_clock(sender_clock_s: float) -> None:
+    """Raises :class:`frames.FrameError` unless the sender's clock is ours: its deadlines would mean nothing."""
+    skew_s = abs(host_clock_s() - sender_clock_s)
+    if skew_s > MAX_CLOCK_SKEW_S:
+        raise frames.FrameError(f"monotonic clocks differ by {skew_s:.1f} s; this is no sender of this host")
+
+
+def connect_unix(path: str, timeout_s: float) -> socket.socket:
+    """A connected unix socket; raises ``OSError``."""
+    return connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path, timeout_s)
 
 
 def listen_shm(path: str) -> socket.socket:

@@ -32,7 +32,7 @@ class TcpLane(StreamLane):
         return connection
 
     def send_now(self, connection: Connection, transfer: Transfer) -> bool | None:
-        if transfer.batch.nbytes > INLINE_BYTES:
+        if transfer.batch.nbytes > INLINE_BYTES or self._sender.is_staged(transfer.batch):
             return False
         return connection.send_now(self._frame(transfer), self._payload(transfer))
 
@@ -70,7 +70,10 @@ class TcpSession(Session):
             self._drain(sum(span.length for span in body.spans))
             return
         for span in body.spans:
-            self._connection.receive_into(self._ledger.bytes_of(span).data)
+            segment = self._ledger.segment_of(span)
+            landing = segment.landing(span.offset, span.length)
+            self._connection.receive_into(landing.data)
+            segment.landed(span.offset, landing)
         self.deadline_s = None
         self._commit(body, body.checksums)
 

@@ -37,9 +37,9 @@ def test_devices_are_found_by_what_all_processes_call_them() -> None:
     assert found.named("uuid-1") is device and found.named("uuid-2") is None
 
 
-def test_tensors_on_a_device_are_told_from_the_rest() -> None:
-    assert cuda.is_device_tensor(torch.empty(1, device="meta"))
-    assert not any(map(cuda.is_device_tensor, (torch.empty(1), np.empty(1), bytearray(1), 3)))
+def test_what_is_no_tensor_of_a_gpu() -> None:
+    others = (torch.empty(1), torch.empty(1, device="meta"), np.empty(1), bytearray(1), 3)
+    assert not any(map(cuda.is_cuda_tensor, others))
 
 
 @pytest.mark.parametrize("stage_bytes", [1, 7, 64, 1 << 20])
