@@ -91,7 +91,7 @@ async def tcp_probes(python: Python, sizes: Mapping[str, int], seconds: float) -
 @asynccontextmanager
 async def shm_probes(what: str, python: Python, sizes: Mapping[str, int], seconds: float) -> AsyncIterator[list[Probe]]:
     """``put`` into, or ``get`` out of, the process that shares our memory: one copy. Raises :class:`UserError`."""
-    async with _start(f"mooncake-shm-{what}", python, "mooncake_shm.py", str(max(sizes.values()))) as child:
+    async with _start(f"mooncake-{what}", python, "mooncake_shm.py", str(max(sizes.values()))) as child:
         yield [Probe(f"{child.name}/{label}", partial(_ask, child, {"nbytes": nbytes, "what": what}, seconds))
                for label, nbytes in sizes.items()]
 

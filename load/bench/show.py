@@ -116,5 +116,5 @@ def _short(row: Row) -> str:
 def _verdict(row: Row) -> str:
     if row.met is None:
         return ""
-    bound = (row.target or "").split(" × ")[0]
+    bound = " ".join((row.target or "").split()[:2])
     return f"[green]{bound} met[/]" if row.met else f"[red]{bound} missed[/]"

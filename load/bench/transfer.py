@@ -56,7 +56,7 @@ def targets(sizes: Mapping[str, int] = SIZES) -> list[Target]:
         *(Target(f"tcp/{size}/cpu", f"mooncake-tcp/{size}/cpu", at_most=1.0) for size in ("2MiB", "64MiB")),
         Target("shm/64MiB/rate", "memcpy/64MiB/rate", at_least=0.9),
         Target("shm/2MiB/p50", at_most=0.2),
-        *(Target("shm/2MiB/rate", f"mooncake-shm-{what}/2MiB/rate", at_least=1.2) for what in ("put", "get")),
+        *(Target("shm/2MiB/rate", f"mooncake-{what}/2MiB/rate", at_least=1.2) for what in ("put", "get")),
     ]
     for path in PATHS:
         wanted.append(Target(f"layers/{path}/streamed", f"layers/{path}/whole", at_most=1.15))
@@ -69,7 +69,7 @@ def targets(sizes: Mapping[str, int] = SIZES) -> list[Target]:
 
 def _comparisons(size: str, *, is_small: bool) -> list[Target]:
     """Of pushes of one size: a small one by its latency, a large one by its rate and what it costs."""
-    theirs = {"tcp": [f"mooncake-tcp/{size}"], "shm": [f"mooncake-shm-{what}/{size}" for what in ("put", "get")]}
+    theirs = {"tcp": [f"mooncake-tcp/{size}"], "shm": [f"mooncake-{what}/{size}" for what in ("put", "get")]}
     if is_small:
         return [Target(f"{path}/{size}/p50", f"{other}/p50") for path in PATHS for other in theirs[path]]
     limits_of = {("tcp", "rate"): ["iperf3/1MiB"], ("tcp", "cpu"): ["iperf3/1MiB"], ("shm", "rate"): [f"memcpy/{size}"]}
@@ -149,7 +149,7 @@ def sources(options: BenchOptions) -> list[Source]:
     if "mooncake" in options.against:
         python = mooncake.Python(options.mooncake_python, options.cache)
         found += [of("mooncake-tcp", mooncake.tcp_probes, python),
-                  *(of(f"mooncake-shm-{what}", mooncake.shm_probes, what, python) for what in ("put", "get"))]
+                  *(of(f"mooncake-{what}", mooncake.shm_probes, what, python) for what in ("put", "get"))]
     for path in PATHS:
         found.append(Source(f"layers/{path}", [f"layers/{path}"], partial(layer_probes, path, seconds)))
         found.append(Source(f"small/{path}", [f"small/{path}"], partial(small_probes, path, seconds)))

@@ -23,11 +23,11 @@ QUIET = Console(quiet=True)
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 async def test_ten_seconds_of_soak_leave_nothing_behind(path: str) -> None:
     stretches: list[float] = []
-    options = SoakOptions(duration_s=8.0, path=path, phase_s=2.0, warm_up_s=2.0, report_s=4.0)
+    options = SoakOptions(duration_s=6.0, path=path, phase_s=1.5, warm_up_s=0.5, report_s=3.0)
     result = await soak(options, lambda stretch: stretches.append(stretch.until_s))
     assert (result.failed, result.error) == (0, "")
     assert result.leaks == [] and len(result.footprints) == 8
-    assert stretches == [4.0, 8.0]
+    assert stretches == [3.0, 6.0]
     assert sum(stretch.pushes for stretch in result.stretches) == result.everything.total > 0
 
 
@@ -58,7 +58,7 @@ async def test_what_is_missing_loses_its_rows_and_says_why(monkeypatch: pytest.M
     outcome = await transfer.bench(options, QUIET)
     assert set(outcome.values) == {"memcpy/64KiB/p50", "memcpy/64KiB/rate"}
     assert "iperf3 is not installed" in outcome.lost["iperf3"]
-    assert set(outcome.lost) == {"iperf3", "mooncake-tcp", "mooncake-shm-put", "mooncake-shm-get"}
+    assert set(outcome.lost) == {"iperf3", "mooncake-tcp", "mooncake-put", "mooncake-get"}
     assert "install it there" in outcome.lost["mooncake-tcp"]
 
 
@@ -67,7 +67,7 @@ def test_the_command_prints_tables_and_writes_rows(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench-transfer", "--rounds", "2", "--seconds", "0.05", "--size", "2MiB",
                                     "--only", "memcpy", "--only", "shm", "--against", "nothing", "--json", str(file)])
     assert done.exit_code == 0, done.output
-    assert "memcpy/2MiB" in done.output and "≤ 0.2 ms" in done.output
+    assert "memcpy/2MiB" in done.output and "≤ 0.2" in done.output
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     assert report.rounds == 2 and report.lost == {} and all(len(row.rounds) == 2 for row in report.rows)
     compared = {(row.name, row.against) for row in report.rows}

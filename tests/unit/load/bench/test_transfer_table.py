@@ -65,4 +65,4 @@ def test_tables_have_a_line_a_probe_and_a_line_a_comparison() -> None:
     assert [table.row_count for table in figures_tables([plain, met, p50, small])] == [2, 1]
     table = comparisons_table([plain, met, p50])
     assert [list(column.cells) for column in table.columns][3:] == [
-        ["12.0 memcpy/2MiB", ""], ["[green]≥ 0.9 met[/]", "[green]≤ 0.2 ms met[/]"]]
+        ["12.0 memcpy/2MiB", ""], ["[green]≥ 0.9 met[/]", "[green]≤ 0.2 met[/]"]]
