@@ -19,7 +19,7 @@ class Endpoint(Part, frozen=True):
     rdma: str = ""
     """``host:port`` where RDMA queue pairs are agreed on."""
     nvlink: str = ""
-    """Path of the unix socket that serves peers with CUDA memory on the same host."""
+    """Unix socket that serves peers of the same host whose memory is on a GPU, that GPU, and those it reaches."""
 
 
 class Range(Part, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.ids import HostId
@@ -42,6 +43,29 @@ def _outward_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:  # no route: a lone host
             return socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAddress:
+    """How peers of the same host reach the CUDA memory of an engine: ``Endpoint.nvlink`` in its parts."""
+
+    socket: str
+    """Path of the unix socket that serves them."""
+    device: str
+    """Identity of the GPU that has the memory."""
+    reaches: tuple[str, ...]
+    """Identities of the GPUs whose memory that one can read directly; its own is one."""
+
+    def __str__(self) -> str:
+        return "#".join([self.socket, self.device, ",".join(self.reaches)])
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceAddress:
+        """The opposite of ``str``; raises ``ValueError``."""
+        parts = text.rsplit("#", 2)
+        if len(parts) != 3 or not all(parts):
+            raise ValueError(f"{text!r} is not socket#device#device,...")
+        return cls(parts[0], parts[1], tuple(parts[2].split(",")))
 
 
 def join_address(host: str, port: int) -> str:

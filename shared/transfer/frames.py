@@ -9,7 +9,8 @@
     sender → receiver                                    receiver → sender
     HELLO   whom I believe to reach, where I am          WELCOME who is really here
     WRITE   claim, checksums, payload            (tcp)   ACK     what became of a claim, or why it is refused
-    COPY    claim, where its bytes lie with me   (shm)
+    COPY    claim, where its bytes lie with me   (shm, nvlink)
+    SHARE   how to open my memory                (nvlink)
 
 Every length is checked against a bound before anything is allocated for it, and nothing on the wire is an
 address: a span names a registered segment and is checked against what was granted, a source names a descriptor
@@ -38,6 +39,8 @@ MAX_ATTACHED = 16
 MAX_TIMEOUT_MS = 600_000
 MAX_NAME = 256
 """Characters of a worker, incarnation, segment or operation name."""
+MAX_HANDLE_BYTES = 128 << 10
+"""Bytes of what opens memory of another process."""
 MAX_NOTE_BYTES = 64 << 10
 """Bytes of a notification."""
 
@@ -61,6 +64,7 @@ class Kind(IntEnum):
     WRITE = 3
     COPY = 4
     ACK = 5
+    SHARE = 15
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -137,6 +141,14 @@ class Copy(Claim, frozen=True):
     """On the host's monotonic clock: after it the sender may use the memory for something else."""
 
 
+class Share(Body, frozen=True):
+    """Opens memory of the sender to this receiver, under the ``serial`` that sources then name."""
+
+    serial: Offset
+    handle: Annotated[bytes, Meta(max_length=MAX_HANDLE_BYTES)]
+    """A :class:`shared.transfer.cuda.DeviceHandle`."""
+
+
 class Ack(Body, frozen=True):
     """Spans of ``id`` are committed, but those with an index in ``bad``; nothing is when ``refused`` says why."""
 
@@ -146,7 +158,7 @@ class Ack(Body, frozen=True):
 
 
 BODIES: dict[Kind, type[Body]] = {
-    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.COPY: Copy, Kind.ACK: Ack,
+    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.COPY: Copy, Kind.ACK: Ack, Kind.SHARE: Share,
 }
 _KINDS = {body: kind for kind, body in BODIES.items()}
 _encoder = msgspec.msgpack.Encoder()

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from shared.messages import Endpoint
+from shared.transfer.addresses import DeviceAddress
 from shared.transfer.frames import MAX_SPANS, Span
 from shared.transfer.types import Slice
 
 PIECE_BYTES = 8 << 20
 BATCH_BYTES = 8 << 20
+DEVICE_BATCH_BYTES = 64 << 20
+"""Between GPUs 8 MB take no longer than asking for them."""
 STAGE_BYTES = 1 << 20
 """Most bytes of a batch that has to be staged."""
 MIN_SPREAD_BYTES = 512 << 10
@@ -71,6 +74,9 @@ class Choice:
     path: str
     address: str
     reason: str
+    """Of a few words that no peer can add to: it labels a metric."""
+    paused: str = ""
+    """What failed on it a moment ago, so that it is tried last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,24 @@ def _reach_copy(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
     return Reach("", "another process")
 
 
+def _reach_nvlink(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
+    if own.host != peer.host:
+        return Reach("", "another host")
+    if same_process:
+        return Reach("", "same process")
+    if not own.nvlink:
+        return Reach("", "no CUDA memory here")
+    if not peer.nvlink:
+        return Reach("", "peer offers none")
+    try:
+        mine, theirs = DeviceAddress.parse(own.nvlink), DeviceAddress.parse(peer.nvlink)
+    except ValueError:
+        return Reach("", "peer's address makes no sense")
+    if mine.device not in theirs.reaches:
+        return Reach("", "no direct access between the GPUs")
+    return Reach(theirs.socket, "same GPU" if mine.device == theirs.device else "GPUs with direct access")
+
+
 def _reach_shm(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
     if own.host != peer.host:
         return Reach("", "another host")
@@ -107,7 +131,7 @@ def _reach_tcp(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
 
 
 RULES: dict[str, Callable[[Endpoint, Endpoint, bool], Reach]] = {
-    "copy": _reach_copy, "shm": _reach_shm, "tcp": _reach_tcp,
+    "copy": _reach_copy, "nvlink": _reach_nvlink, "shm": _reach_shm, "tcp": _reach_tcp,
 }
 """{path: when it connects two ends}"""
 
@@ -123,7 +147,7 @@ def choose_paths(allowed: Sequence[str], own: Endpoint, peer: Endpoint, *, same_
         if not reach.address:
             excluded[path] = reach.reason
         elif path in paused:
-            doubtful.append(Choice(path, reach.address, f"{reach.reason}; paused: {paused[path]}"))
+            doubtful.append(Choice(path, reach.address, reach.reason, paused[path]))
         else:
             healthy.append(Choice(path, reach.address, reach.reason))
     return Routes(tuple(healthy + doubtful), excluded)

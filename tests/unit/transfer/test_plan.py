@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.messages import Endpoint, Range
+from shared.transfer.addresses import DeviceAddress
 from shared.transfer.frames import Span
-from shared.transfer.plan import Choice, Piece, choose_paths, needs_checksums, plan_batches, spread_bytes
+from shared.transfer.plan import (
+    RULES,
+    Choice,
+    Piece,
+    choose_paths,
+    needs_checksums,
+    plan_batches,
+    spread_bytes,
+)
 from shared.transfer.types import Slice
 
 
@@ -103,7 +113,29 @@ def test_another_host_leaves_tcp() -> None:
 def test_a_paused_path_comes_last_but_is_not_lost() -> None:
     routes = choose_paths(ALL, OWN, endpoint("b", "here"), same_process=False, paused={"shm": "broken"})
     assert [choice.path for choice in routes.choices] == ["tcp", "shm"]
-    assert "broken" in routes.choices[1].reason
+    assert routes.choices[1].paused == "broken"
+
+
+def gpu(worker: str, device: str, *reaches: str, host: str = "here") -> Endpoint:
+    address = str(DeviceAddress(f"/{worker}", device, reaches))
+    return msgspec.structs.replace(endpoint(worker, host), nvlink=address)
+
+
+@pytest.mark.parametrize(("own", "peer", "same_process", "expected"), [
+    (gpu("a", "0", "0"), gpu("b", "0", "0"), False, ("/b", "same GPU")),
+    (gpu("a", "0", "0"), gpu("b", "1", "0", "1"), False, ("/b", "GPUs with direct access")),
+    # The receiver does the copying, so it is its GPU that must reach the other one.
+    (gpu("a", "0", "0", "1"), gpu("b", "1", "1"), False, ("", "no direct access between the GPUs")),
+    (gpu("a", "0", "0"), gpu("b", "0", "0", host="there"), False, ("", "another host")),
+    (gpu("a", "0", "0"), gpu("b", "0", "0"), True, ("", "same process")),
+    (endpoint("a", "here"), gpu("b", "0", "0"), False, ("", "no CUDA memory here")),
+    (gpu("a", "0", "0"), endpoint("b", "here"), False, ("", "peer offers none")),
+    (gpu("a", "0", "0"), msgspec.structs.replace(OWN, nvlink="x"), False, ("", "peer's address makes no sense")),
+])
+def test_gpus_of_a_host_need_direct_access(own: Endpoint, peer: Endpoint, same_process: bool,
+                                           expected: tuple[str, str]) -> None:
+    reach = RULES["nvlink"](own, peer, same_process)
+    assert (reach.address, reach.reason) == expected
 
 
 def test_only_allowed_and_offered_paths_are_chosen() -> None:
