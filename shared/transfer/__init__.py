@@ -12,6 +12,7 @@ from shared.transfer.push import Push, PushStream
 from shared.transfer.segment import Segment
 from shared.transfer.settings import TransferSettings
 from shared.transfer.statistics import Statistics
+from shared.transfer.sync import SyncTransferEngine
 from shared.transfer.types import (
     ChecksumMismatch,
     GrantRefused,
@@ -28,6 +29,6 @@ from shared.transfer.types import (
 
 __all__ = [
     "ChecksumMismatch", "GrantRefused", "Notification", "PathFailed", "PeerGone", "Push", "PushResult", "PushStream",
-    "Segment", "Slice", "SliceStatus", "Statistics", "TransferCancelled", "TransferEngine", "TransferError",
-    "TransferSettings", "TransferTimeout", "host_id",
+    "Segment", "Slice", "SliceStatus", "Statistics", "SyncTransferEngine", "TransferCancelled", "TransferEngine",
+    "TransferError", "TransferSettings", "TransferTimeout", "host_id",
 ]

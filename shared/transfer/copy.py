@@ -12,12 +12,12 @@ from shared.ids import OperationId
 from shared.messages import Endpoint
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.frames import Claim
-from shared.transfer.lane import INLINE_BYTES, LATE, Outcome, Pending, Sender, Transfer, Trouble, call_on
+from shared.transfer.lane import INLINE_BYTES, LATE, Pending, Sender, Transfer, call_on
 from shared.transfer.ledger import Refused, checksum
 from shared.transfer.plan import needs_checksums
 from shared.transfer.receiver import Receiver
 from shared.transfer.segment import DeviceSegment
-from shared.transfer.types import ChecksumMismatch, GrantRefused, Notification, PeerGone
+from shared.transfer.types import ChecksumMismatch, GrantRefused, Notification, Outcome, PeerGone, Trouble
 
 _log = logging.getLogger(__name__)
 

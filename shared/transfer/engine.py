@@ -19,20 +19,22 @@ from shared.errors import Bug, SettingError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId, fresh
 from shared.messages import Endpoint, Grant, Range
 from shared.telemetry import metrics
-from shared.transfer import copy, shm, tcp
-from shared.transfer.addresses import advertised_host, host_clock_s, host_id, join_address
+from shared.transfer import copy, cuda, nvlink, shm, tcp
+from shared.transfer.addresses import DeviceAddress, advertised_host, host_clock_s, host_id, join_address
 from shared.transfer.frames import MAX_NAME, MAX_NOTE_BYTES
 from shared.transfer.lane import Lane, Sender, call_on
 from shared.transfer.ledger import ANYBODY, Ledger
 from shared.transfer.push import Push, PushStream, start_push
-from shared.transfer.receiver import Receiver
+from shared.transfer.receiver import OpenSession, Receiver
 from shared.transfer.router import MakeLane, Router
-from shared.transfer.segment import Segment
+from shared.transfer.segment import DeviceSegment, Segment
 from shared.transfer.settings import TransferSettings
 from shared.transfer.statistics import Statistics
 from shared.transfer.types import Notification, Slice
 
-LANES: Mapping[str, MakeLane] = {copy.PATH: copy.CopyLane, shm.PATH: shm.ShmLane, tcp.PATH: tcp.TcpLane}
+LANES: Mapping[str, MakeLane] = {
+    copy.PATH: copy.CopyLane, nvlink.PATH: nvlink.NvlinkLane, shm.PATH: shm.ShmLane, tcp.PATH: tcp.TcpLane,
+}
 """{path: what makes a lane on it}; whether a path connects two ends is said by :data:`shared.transfer.plan.RULES`."""
 
 WATCH_S = 0.1
@@ -45,12 +47,13 @@ class TransferEngine:
     """One per worker process; made by :meth:`open`, used from the event loop that opened it.
 
     Its segments may be read and written by anybody who was given their ``buffer``; a range that is granted to an
-    operation belongs to that operation's writers until :meth:`release` has returned.
+    operation belongs to that operation's writers until :meth:`release` has returned. ``settings``, ``router``,
+    ``sender`` and ``check`` are for the package's own modules.
     """
 
     def __init__(self, worker: WorkerId, incarnation: Incarnation, host: HostId, settings: TransferSettings,
                  clock: Clock) -> None:
-        self._settings = settings
+        self.settings = settings
         self._segments: dict[str, Segment] = {}
         self._ledger = Ledger(worker, incarnation, self._segments, clock=clock)
         self._loop = asyncio.get_running_loop()
@@ -61,12 +64,12 @@ class TransferEngine:
             self._ledger, host=host, checksums=settings.checksums, clock=clock,
             max_connections=settings.max_connections, name=name, notify=self._notify,
             can_notify=lambda: len(self._notifications) < MAX_NOTIFICATIONS)
-        self._sender = Sender(worker, incarnation, host, self._segments, clock, settings.proofs,
+        self.sender = Sender(worker, incarnation, host, self._segments, clock, settings.proofs,
                               settings.connect_timeout_s, name)
         self._endpoint = Endpoint(worker=worker, incarnation=incarnation, host=host)
-        self._router = Router(LANES, self._sender, settings, clock, self._endpoint)
+        self.router = Router(LANES, self.sender, settings, clock, self._endpoint)
         self._private_dir = ""
-        self._socket_path = ""
+        self._socket_paths: list[str] = []
 
     @classmethod
     @asynccontextmanager
@@ -105,15 +108,18 @@ class TransferEngine:
     def register(self, name: str, nbytes: int = 0, *, memory: Any = None) -> Segment:
         """Memory to push from, and into under a grant: ``nbytes`` new zeroed bytes, or ``memory`` that exists.
 
-        ``memory``: a numpy array, CPU tensor, memoryview or bytearray (writable, contiguous; kept alive), or the
-        descriptor of a memfd (stays the caller's). It stays registered until :meth:`unregister`, or the engine closes.
+        ``memory``: a numpy array, CPU or CUDA tensor, memoryview or bytearray (writable, contiguous; kept alive), or
+        the descriptor of a memfd (stays the caller's). It stays registered until :meth:`unregister`, or the engine
+        closes. With the first CUDA tensor the :attr:`endpoint` changes: peers on this host may reach its GPU then.
         """
         if name in self._segments or not 0 < len(name) <= MAX_NAME:
             raise Bug(f"segment name {name!r} is taken or unusable")
         if memory is None:
-            segment = Segment.allocate(name, nbytes, huge_pages=self._settings.huge_pages)
+            segment = Segment.allocate(name, nbytes, huge_pages=self.settings.huge_pages)
         else:
             segment = Segment.adopt(name, memory)
+        if isinstance(segment, DeviceSegment):
+            self._serve_device(segment)
         self._segments[name] = segment
         return segment
 
@@ -125,7 +131,7 @@ class TransferEngine:
         segment = self._segments.get(name)
         if segment is None:
             raise Bug(f"no segment {name!r} is registered")
-        pushes = [push for push in self._router.pushes if push.uses(name)]
+        pushes = [push for push in self.router.pushes if push.uses(name)]
         for push in pushes:
             push.cancel()
         for push in pushes:
@@ -134,8 +140,8 @@ class TransferEngine:
         self._ledger.retire(name, partial(call_on, self._loop, _resolve, quiet))
         await quiet
         del self._segments[name]
-        if segment.mappable:
-            self._router.drop(f"segment {name} was unregistered")  # receivers unmap it with their connection
+        if segment.mappable or isinstance(segment, DeviceSegment):
+            self.router.drop(f"segment {name} was unregistered")  # receivers unmap it with their connection
         segment.close()
 
     def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
@@ -179,23 +185,23 @@ class TransferEngine:
         KiB) is told to the peer's owner once every slice was committed, and not at all if one was not.
         Raises :class:`Bug` for a slice that is not of our memory.
         """
-        nbytes = self._check(slices)
+        nbytes = self.check(slices)
         if notify is not None and len(notify) > MAX_NOTE_BYTES:
             raise Bug(f"notification of {len(notify)} bytes; at most {MAX_NOTE_BYTES} travel")
         if timeout_s is None:
-            timeout_s = self._settings.timeout_s(nbytes)
-        return start_push(self._router, peer, slices, grant, deadline_s=host_clock_s() + timeout_s, note=notify)
+            timeout_s = self.settings.timeout_s(nbytes)
+        return start_push(self.router, peer, slices, grant, deadline_s=host_clock_s() + timeout_s, note=notify)
 
     def stream(self, peer: Endpoint, grant: Grant, *, timeout_s: float) -> PushStream:
         """Pushes under one grant that end together, such as layers that are sent while the next ones are computed.
 
         ``timeout_s`` counts for all of them.
         """
-        return PushStream(self._router, peer, grant, deadline_s=host_clock_s() + timeout_s, check=self._check)
+        return PushStream(self.router, peer, grant, deadline_s=host_clock_s() + timeout_s, check=self.check)
 
     def statistics(self) -> Statistics:
         """Counters since the engine was opened."""
-        ledger, receiver, counts = self._ledger, self._receiver, self._router.counts
+        ledger, receiver, counts = self._ledger, self._receiver, self.router.counts
         return Statistics(
             pushes=dict(counts.pushes), sent_bytes=dict(counts.sent_bytes),
             received_bytes=dict(ledger.received_bytes_by_path), failures=dict(counts.failures),
@@ -203,7 +209,8 @@ class TransferEngine:
             corrupt_spans=ledger.corrupt_spans, dropped_connections=dict(receiver.dropped),
             connections=receiver.connections)
 
-    def _check(self, slices: Sequence[Slice]) -> int:
+    def check(self, slices: Sequence[Slice]) -> int:
+        """Bytes of ``slices``; raises :class:`Bug` for one that is not of our memory."""
         nbytes = 0
         for item in slices:
             segment, length = self._segments.get(item.segment), item.remote.length
@@ -220,7 +227,7 @@ class TransferEngine:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        settings, own = self._settings, self._endpoint
+        settings, own = self.settings, self._endpoint
         addresses: dict[str, Any] = {}
         if tcp.PATH in settings.paths:
             try:
@@ -230,17 +237,36 @@ class TransferEngine:
             self._receiver.listen(sock, tcp.open_session)
             addresses["tcp"] = join_address(advertised_host(settings.bind_host, settings.advertise_host), port)
         if shm.PATH in settings.paths:
-            addresses["shm"] = self._socket_path = self._new_socket_path()
-            try:
-                self._receiver.listen(shm.listen_shm(self._socket_path), shm.open_session)
-            except OSError as error:
-                raise SettingError("socket_dir", settings.socket_dir, f"a writable directory ({error})") from error
-        self._endpoint = self._router.own = msgspec.structs.replace(own, **addresses)
+            addresses["shm"] = self._listen_unix(shm.open_session)
+        self._endpoint = self.router.own = msgspec.structs.replace(own, **addresses)
         if copy.PATH in settings.paths:
             copy.register_local(self._endpoint, self._receiver)
 
+    def _serve_device(self, segment: DeviceSegment) -> None:
+        """Offers its GPU to peers of this host, and no RDMA: cards are given host memory only."""
+        own = msgspec.structs.replace(self._endpoint, rdma="")
+        index = segment.memory.device.index
+        device = next((device for device in cuda.probe().devices if device.index == index), None)
+        if nvlink.PATH in self.settings.paths and device is not None:
+            if not own.nvlink:
+                address = DeviceAddress(self._listen_unix(nvlink.open_session), device.uuid, device.reaches)
+                own = msgspec.structs.replace(own, nvlink=str(address))
+            elif DeviceAddress.parse(own.nvlink).device != device.uuid:
+                raise Bug(f"segment {segment.name} is on GPU {index}, others of this engine are on another")
+        self._endpoint = self.router.own = own
+
+    def _listen_unix(self, open_session: OpenSession) -> str:
+        """Path of a new socket that is listened on."""
+        path = self._new_socket_path()
+        try:
+            self._receiver.listen(shm.listen_shm(path), open_session)
+        except OSError as error:
+            raise SettingError("socket_dir", self.settings.socket_dir, f"a writable directory ({error})") from error
+        self._socket_paths.append(path)
+        return path
+
     def _new_socket_path(self) -> str:
-        directory = self._settings.socket_dir
+        directory = self.settings.socket_dir or self._private_dir
         if not directory:
             directory = self._private_dir = tempfile.mkdtemp(prefix="moonbus-")
         path = os.path.abspath(os.path.join(directory, f"{fresh('t', 6)}.sock"))
@@ -253,12 +279,12 @@ class TransferEngine:
         while True:
             await asyncio.sleep(WATCH_S)
             self._receiver.watch()
-            metrics.TRANSFER_IN_FLIGHT_BYTES.set(self._router.inflight_bytes)
+            metrics.TRANSFER_IN_FLIGHT_BYTES.set(self.router.inflight_bytes)
 
     async def _close(self) -> None:
         """Stops sending, then receiving, then drops the memory; waits for every thread."""
         copy.unregister_local(self._endpoint)
-        lanes = self._router.close()
+        lanes = self.router.close()
         await asyncio.to_thread(self._free, lanes)
 
     def _free(self, lanes: Sequence[Lane]) -> None:
@@ -268,8 +294,8 @@ class TransferEngine:
         self._ledger.close()
         for segment in self._segments.values():
             segment.close()
-        if self._socket_path:
-            Path(self._socket_path).unlink(missing_ok=True)
+        for path in self._socket_paths:
+            Path(path).unlink(missing_ok=True)
         if self._private_dir:
             os.rmdir(self._private_dir)
 

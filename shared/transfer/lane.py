@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ from shared.transfer.addresses import host_clock_s
 from shared.transfer.ledger import checksum
 from shared.transfer.plan import Batch, Piece, needs_checksums
 from shared.transfer.segment import Segment
-from shared.transfer.types import ChecksumMismatch, GrantRefused, PeerGone, TransferError, TransferTimeout
+from shared.transfer.types import ChecksumMismatch, GrantRefused, Outcome, PeerGone, TransferTimeout, Trouble
 from shared.transfer.wire import Closed, Connection
 
 _log = logging.getLogger(__name__)
@@ -38,17 +38,6 @@ _log = logging.getLogger(__name__)
 INLINE_BYTES = 256 << 10
 """A payload up to this goes out from the event loop: handing it to a thread would take longer."""
 
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Why bytes did not arrive, before it is known which slice they were of."""
-
-    kind: type[TransferError]
-    why: str
-
-
-Outcome = Sequence[Trouble | None]
-"""One a piece of the batch; a batch without pieces, which only brings a note, has one all the same."""
 
 DIAL_ERRORS = (OSError, ValueError, Closed, frames.FrameError)
 """What connecting and greeting raise."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from shared.messages import Grant
 from shared.transfer.addresses import host_clock_s
-from shared.transfer.lane import LATE, Lane, Outcome, Transfer, Trouble
+from shared.transfer.lane import LATE, Lane, Transfer
 from shared.transfer.plan import Batch
-from shared.transfer.types import PeerGone, TransferCancelled
+from shared.transfer.types import Outcome, PeerGone, TransferCancelled, Trouble
 
 WINDOW = 128
 """Batches on their way to one peer. Also bounds the answers that can wait unread in a socket, so that the two
@@ -39,14 +39,12 @@ class Sending:
     note: bytes | None
     """Goes with the last batch."""
     corrupt: Callable[[Batch], frozenset[int]]
-    outcomes: list[Outcome | None] = field(init=False)
-    """One a batch, ``None`` until it is known."""
+    outcomes: list[Outcome] = field(init=False)
+    """One a batch, empty until it is known."""
     ended_s: list[float] = field(init=False)
     """When each became known, on the host's clock."""
     left: int = field(init=False, default=0)
     """Outcomes not known yet."""
-    troubles: int = 0
-    """Batches that did not arrive whole."""
     told: Callable[[], None] = lambda: None
     """Called when no outcome is left to wait for."""
     cancelled: bool = False
@@ -54,18 +52,12 @@ class Sending:
 
     def __post_init__(self) -> None:
         self.left = len(self.batches)
-        self.outcomes, self.ended_s = [None] * self.left, [0.0] * self.left
-
-    @property
-    def is_whole(self) -> bool:
-        """Did every piece of every batch arrive?"""
-        return self.troubles == 0
+        self.outcomes, self.ended_s = [()] * self.left, [0.0] * self.left
 
     def tell(self, index: int, outcome: Outcome) -> None:
         """What became of the batch ``index``."""
         self.outcomes[index], self.ended_s[index] = outcome, host_clock_s()
         self.left -= 1
-        self.troubles += any(trouble is not None for trouble in outcome)
         if not self.left:
             self.told()
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from shared.messages import Endpoint, Grant
 from shared.transfer.addresses import host_clock_s
-from shared.transfer.lane import Trouble
 from shared.transfer.link import Link, Sending
-from shared.transfer.plan import Batch, Choice, Routes
+from shared.transfer.plan import Choice, Routes
 from shared.transfer.router import Router
-from shared.transfer.types import PathFailed, PeerGone, PushResult, Slice, SliceStatus, TransferCancelled, TransferError
-
-_NOTHING = Batch((), 0)
+from shared.transfer.tally import NOTHING, Tally
+from shared.transfer.types import PeerGone, PushResult, Slice, Trouble
 
 
 class Push:
@@ -23,18 +21,10 @@ class Push:
     Do not change the source bytes before it has ended. Cancelling whoever awaits it cancels it.
     """
 
-    def __init__(self, router: Router, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *, deadline_s: float,
-                 note: bytes | None) -> None:
-        self._router, self._peer, self._slices, self._grant = router, peer, slices, grant
-        self._deadline_s, self._note = deadline_s, note
+    def __init__(self, router: Router, peer: Endpoint, tally: Tally, grant: Grant, *, deadline_s: float) -> None:
+        self._router, self._peer, self._tally, self._grant = router, peer, tally, grant
+        self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
-        self._started_s = host_clock_s()
-        self._todo = {i: item for i, item in enumerate(slices) if item.remote.length}
-        self._troubles: dict[int, Trouble] = {}
-        self._path = [""] * len(slices)
-        self._ended_s = [self._started_s] * len(slices)
-        self._paths: list[str] = []
-        self._note_trouble: Trouble | None = None
         self._routes = Routes((), {})
         self._task: asyncio.Task[None] | None = None
         self._sending: Sending | None = None
@@ -79,12 +69,14 @@ class Push:
 
     def start(self) -> None:
         """Takes the first step: everything goes out at once where nothing has to be waited for."""
-        if not self._todo and self._note is None:
+        tally = self._tally
+        if not tally.todo and tally.note is None:
             self._finish()
             return
-        self._routes = self._router.routes(self._peer)
+        self._routes = self._router.routes(self._peer, tally.slices)
         if not self._routes.choices:
-            self._fail_all(self._routes.excluded)
+            tally.fail_all(self._routes.excluded)
+            self._finish()
             return
         choice = self._routes.choices[0]
         link = self._router.link(self._peer, choice)
@@ -96,12 +88,16 @@ class Push:
         else:
             self._task = self._loop.create_task(self._run(None))
 
+    def uses(self, segment: str) -> bool:
+        """Does it read bytes of our ``segment``?"""
+        return any(item.segment == segment for item in self._tally.todo.values())
+
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _next(self, choice: Choice) -> Sending:
         """What is still to be done, for the path of ``choice``."""
-        batches = self._router.plan(self._peer, choice, self._todo) or [_NOTHING]
-        self._sending = Sending(batches, self._grant, self._deadline_s, self._note if len(batches) == 1 else None,
+        batches = self._router.plan(self._peer, choice, self._tally.todo) or [NOTHING]
+        self._sending = Sending(batches, self._grant, self._deadline_s, self._tally.note_for(batches),
                                 self._router.corrupt, cancelled=self._cancelled)
         return self._sending
 
@@ -109,144 +105,71 @@ class Push:
         """Everything that :meth:`start` sent has its outcome."""
         if self._timer is not None:
             self._timer.cancel()
-        sending = self._sending
+        choice, sending = self._routes.choices[0], self._sending
         assert sending is not None
-        choice = self._routes.choices[0]
         link = self._router.link(self._peer, choice)
-        if sending.left == 0 and self._is_settled(sending):
-            self._collect(choice, link, sending)
-            self._finish()
+        broke = self._take(choice, link, sending)
+        if broke or self._tally.owes_note:
+            self._task = self._loop.create_task(self._run(broke))
         else:
-            self._task = self._loop.create_task(self._run(sending))
+            self._finish()
 
-    def _is_settled(self, sending: Sending) -> bool:
-        """Can nothing more be done for it?"""
-        if sending.note is not self._note:
-            return False
-        return sending.is_whole or not any(trouble is not None and trouble.kind is PeerGone
-                       for outcome in sending.outcomes for trouble in outcome or ())
-
-    async def _run(self, sent: Sending | None) -> None:
-        """What needs more than one step; ``sent`` is the first step's, if it is over."""
+    async def _run(self, broke: bool | None) -> None:
+        """What needs more than one step; ``broke``: what the first step was broken by, ``None`` if none was taken."""
         try:
-            await self._try_paths(sent)
-            if self._note is not None and not self._troubles and self._note_trouble is None and not self._cancelled:
-                await self._try_paths(None)  # every batch is committed: now the note may go
+            if broke is not False:
+                await self._try_paths(again=broke is True)
+            if self._tally.owes_note and not self._cancelled:
+                await self._try_paths(again=False)  # every batch is committed: now the note may go
         except BaseException:
-            self._troubles |= dict.fromkeys(self._todo, Trouble(PeerGone, "the push itself failed"))
+            self._tally.troubles |= dict.fromkeys(self._tally.todo, Trouble(PeerGone, "the push itself failed"))
             raise
         finally:
             self._finish()
 
-    async def _try_paths(self, sent: Sending | None) -> None:
-        """Path after path, twice where the connection was an old one, until nothing is left that broke."""
+    async def _try_paths(self, *, again: bool) -> None:
+        """Path after path, twice where the connection was an old one, until nothing is left that broke.
+
+        ``again``: the first path's old connection was tried already.
+        """
         choices = self._routes.choices
         for i, choice in enumerate(choices):
             if i:
                 self._router.counts.failed_over(choices[i - 1].path, choice.path)
-            for _ in range(2):
+            pooled = True
+            while pooled and not (self._cancelled or self._router.closed):
                 link = self._router.link(self._peer, choice)
-                pooled = link.connected or sent is not None
-                sending, sent = sent or self._next(choice), None
-                if sending.left:
-                    await link.send(sending)
-                broke = self._collect(choice, link, sending)
-                if not broke or self._cancelled or self._router.closed:
+                pooled, again = link.connected and not again, False
+                sending = self._next(choice)
+                await link.send(sending)
+                if not self._take(choice, link, sending):
                     return
-                if not pooled:
-                    break  # a pooled connection may just have gone stale; a fresh one that fails is a verdict
 
-    def _collect(self, choice: Choice, link: Link, sending: Sending) -> bool:
-        """Books the outcomes; true if a connection broke: what may be tried again is left in ``_todo``."""
-        if sending.is_whole:  # nearly always
-            self._book_whole(choice, link, sending)
-            return False
-        new: dict[int, Trouble] = {}
-        acknowledged = 0
-        for batch, outcome, ended_s in zip(sending.batches, sending.outcomes, sending.ended_s, strict=True):
-            assert outcome is not None
-            for piece, trouble in zip(batch.pieces, outcome, strict=False):
-                if trouble is None:
-                    acknowledged += piece.remote.length
-                for index in range(piece.first, piece.last + 1):
-                    self._path[index], self._ended_s[index] = choice.path, ended_s
-                    if trouble is not None and index in self._todo:
-                        new.setdefault(index, trouble)
-        for index in self._todo:
-            self._troubles.pop(index, None)
-        self._troubles |= new
-        self._todo = {i: self._todo[i] for i, trouble in new.items() if trouble.kind is PeerGone}
-        if sending.note is not None:
-            trouble = next((trouble for trouble in sending.outcomes[-1] or () if trouble is not None), None)
-            if trouble is None:
-                self._note = None
-            if sending.batches[-1] is _NOTHING:
-                self._note_trouble = trouble
-        if acknowledged and choice.path not in self._paths:
-            self._paths.append(choice.path)
-        gone = next((trouble for outcome in sending.outcomes for trouble in outcome or ()
-                     if trouble is not None and trouble.kind is PeerGone), None)
-        self._router.counts.pushed(choice.path, acknowledged, seconds=host_clock_s() - self._started_s)
-        self._router.judge(self._peer, choice, link, gone)
-        return gone is not None
-
-    def _book_whole(self, choice: Choice, link: Link, sending: Sending) -> None:
-        """Everything that was to be done arrived."""
-        for batch, ended_s in zip(sending.batches, sending.ended_s, strict=True):
-            for piece in batch.pieces:
-                for index in range(piece.first, piece.last + 1):
-                    self._path[index], self._ended_s[index] = choice.path, ended_s
-        for index in self._todo if self._troubles else ():
-            self._troubles.pop(index, None)
-        self._todo = {}
-        if sending.note is not None:
-            self._note = self._note_trouble = None
-        nbytes = sum(batch.nbytes for batch in sending.batches)
-        if nbytes and choice.path not in self._paths:
-            self._paths.append(choice.path)
-        self._router.counts.pushed(choice.path, nbytes, seconds=host_clock_s() - self._started_s)
-        self._router.judge(self._peer, choice, link, None)
-
-    def _fail_all(self, excluded: Mapping[str, str]) -> None:
-        why = "; ".join(f"{path}: {reason}" for path, reason in excluded.items()) or "no path is allowed"
-        self._troubles = dict.fromkeys(self._todo, Trouble(PathFailed, why))
-        if not self._todo:
-            self._note_trouble = Trouble(PathFailed, why)
-        self._finish()
+    def _take(self, choice: Choice, link: Link, sending: Sending) -> bool:
+        """Books the outcomes; true if a connection broke and something may be tried again."""
+        broke = self._tally.take(choice.path, sending.batches, sending.outcomes, sending.ended_s, sending.note)
+        self._router.judge(self._peer, choice, link, broke)
+        return broke is not None and not (self._cancelled or self._router.closed)
 
     def _finish(self) -> None:
         if self.done:
             return
-        if self._note is not None and not self._troubles and self._note_trouble is None:
-            self._note_trouble = Trouble(TransferCancelled, "cancelled before the receiver was notified")
-        path = self._path[-1] if self._path else ""
-        self._router.counts.failed(path or "none", [trouble.kind.code for trouble in self._troubles.values()])
-        statuses = []
-        for i, item in enumerate(self._slices):
-            trouble = self._troubles.get(i)
-            error = None if trouble is None else self._error(trouble, item.remote.length, item.remote.segment)
-            statuses.append(SliceStatus(item, error, self._path[i], self._ended_s[i] - self._started_s))
-        note = self._note_trouble
-        self._result = PushResult(
-            statuses, None if note is None else self._error(note, 0, ""), sum(status.nbytes for status in statuses),
-            host_clock_s() - self._started_s, "+".join(self._paths))
-        self._router.ended(self)
+        self._result = result = self._tally.result(host_clock_s())
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-    def _error(self, trouble: Trouble, nbytes: int, segment: str) -> TransferError:
-        return trouble.kind(self._peer.worker, trouble.why, nbytes=nbytes, segment=segment)
-
-    def uses(self, segment: str) -> bool:
-        """Does it read bytes of our ``segment``?"""
-        return any(item.segment == segment for item in self._slices)
+        self._router.ended(self, result)
 
 
 def start_push(router: Router, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *, deadline_s: float,
                note: bytes | None) -> Push:
     """A push that has taken its first step. ``deadline_s`` is on the host's clock."""
-    push = Push(router, peer, slices, grant, deadline_s=deadline_s, note=note)
+    return resume_push(router, peer, Tally(peer.worker, slices, note, host_clock_s()), grant, deadline_s=deadline_s)
+
+
+def resume_push(router: Router, peer: Endpoint, tally: Tally, grant: Grant, *, deadline_s: float) -> Push:
+    """A push of what ``tally`` has left to be done, started."""
+    push = Push(router, peer, tally, grant, deadline_s=deadline_s)
     router.pushes.add(push)
     push.start()
     return push

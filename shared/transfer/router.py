@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shared.clock import Clock
 from shared.ids import Incarnation, WorkerId
 from shared.messages import Endpoint
-from shared.transfer import copy, shm, tcp
-from shared.transfer.lane import Lane, Sender, Trouble
+from shared.transfer import copy, nvlink, shm, tcp
+from shared.transfer.lane import Lane, Sender
 from shared.transfer.link import Link
 from shared.transfer.plan import (
     BATCH_BYTES,
+    DEVICE_BATCH_BYTES,
     MIN_SPREAD_BYTES,
     STAGE_BYTES,
     Batch,
@@ -25,9 +28,10 @@ from shared.transfer.plan import (
     plan_batches,
     spread_bytes,
 )
+from shared.transfer.segment import DeviceSegment
 from shared.transfer.settings import TransferSettings
 from shared.transfer.statistics import Counts
-from shared.transfer.types import PeerGone, Slice
+from shared.transfer.types import PeerGone, PushResult, Slice, Trouble
 
 if TYPE_CHECKING:
     from shared.transfer.push import Push
@@ -59,35 +63,49 @@ class Router:
     def __init__(self, lanes: Mapping[str, MakeLane], sender: Sender, settings: TransferSettings, clock: Clock,
                  own: Endpoint) -> None:
         self._lanes, self._sender, self._settings, self._clock = lanes, sender, settings, clock
-        self.own = own
+        self._own = own
         #: {(peer, its incarnation, path, address): link}; a peer's former incarnations have none
         self._links: dict[tuple[WorkerId, Incarnation, str, str], Link] = {}
         self._retired: list[Lane] = []
         """Lanes of former incarnations whose threads may still run."""
         self._pauses: dict[tuple[WorkerId, Incarnation, str], _Pause] = {}
-        #: {peer: (how it is reached, is it in this process, routes to it when none was paused)}
-        self._routes: dict[WorkerId, tuple[Endpoint, bool, Routes]] = {}
+        #: {(peer, is it for bytes of a GPU): (how it is reached, is it in this process, routes when none was paused)}
+        self._routes: dict[tuple[WorkerId, bool], tuple[Endpoint, bool, Routes]] = {}
         self._sent_slices = 0
         self.counts = Counts()
         self.pushes: set[Push] = set()
         """On their way."""
         self.closed = False
 
-    def routes(self, peer: Endpoint) -> Routes:
-        """Paths to ``peer``, best first; the first is counted as chosen."""
+    @property
+    def own(self) -> Endpoint:
+        """How the engine is reached itself."""
+        return self._own
+
+    @own.setter
+    def own(self, own: Endpoint) -> None:
+        self._own = own
+        self._routes.clear()
+
+    def routes(self, peer: Endpoint, slices: Sequence[Slice] = ()) -> Routes:
+        """Paths to ``peer`` for ``slices``, best first; the first is counted as chosen."""
         same_process = copy.is_local(peer)
-        known = self._routes.get(peer.worker)
+        own, segments = self._own, self._sender.segments
+        on_device = bool(own.nvlink) and all(isinstance(segments[item.segment], DeviceSegment) for item in slices)
+        key = peer.worker, on_device
+        known = self._routes.get(key)
         if known is not None and not self._pauses and known[0] == peer and known[1] == same_process:
             routes = known[2]
         else:
-            routes = choose_paths(self._settings.paths, self.own, peer, same_process=same_process,
+            if own.nvlink and not on_device:
+                own = msgspec.structs.replace(own, nvlink="")
+            routes = choose_paths(self._settings.paths, own, peer, same_process=same_process,
                                   paused=self._paused(peer))
             if self._pauses:
                 self._routes.clear()
             else:
-                self._routes[peer.worker] = (peer, same_process, routes)
-        if routes.choices:
-            self.counts.chose(routes.choices[0])
+                self._routes[key] = (peer, same_process, routes)
+        self.counts.chose(routes)
         return routes
 
     def plan(self, peer: Endpoint, choice: Choice, slices: Mapping[int, Slice]) -> list[Batch]:
@@ -99,6 +117,8 @@ class Router:
                 batch_bytes = spread_bytes(sum(item.remote.length for item in slices.values()), settings.lanes)
             else:
                 batch_bytes = STAGE_BYTES
+        elif choice.path == nvlink.PATH:
+            batch_bytes = DEVICE_BATCH_BYTES
         proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)
         return plan_batches(slices, join=not proven, batch_bytes=batch_bytes)
 
@@ -110,7 +130,7 @@ class Router:
             self._retire(peer)
             settings, local = self._settings, peer.host == self.own.host
             # Within a host a second TCP connection only takes a processor from the first one's receiver.
-            single = choice.path == copy.PATH or (choice.path == tcp.PATH and local)
+            single = choice.path in (copy.PATH, nvlink.PATH) or (choice.path == tcp.PATH and local)
             link = self._links[key] = Link(
                 partial(self._lanes[choice.path], self._sender, peer, choice.address),
                 max_lanes=1 if single else settings.lanes,
@@ -141,9 +161,10 @@ class Router:
                     chosen.append(i)
         return frozenset(chosen)
 
-    def ended(self, push: Push) -> None:
+    def ended(self, push: Push, result: PushResult) -> None:
         """A push has its result."""
         self.pushes.discard(push)
+        self.counts.ended(result)
 
     @property
     def inflight_bytes(self) -> int:
@@ -171,7 +192,7 @@ class Router:
 
     def _retire(self, peer: Endpoint) -> None:
         """Ends what leads to former lives of ``peer``."""
-        self._routes.pop(peer.worker, None)
+        self._routes = {key: known for key, known in self._routes.items() if key[0] != peer.worker}
         former = [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]
         self._retired = [lane for lane in self._retired if lane.alive]
         for key in former:

@@ -22,10 +22,11 @@ import numpy.typing as npt
 from shared.messages import Endpoint
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
-from shared.transfer.lane import Sender, StreamLane, Transfer, Trouble, connected
+from shared.transfer.lane import Sender, StreamLane, Transfer, connected
 from shared.transfer.plan import STAGE_BYTES
 from shared.transfer.receiver import Receiver, Session
 from shared.transfer.segment import MappedSegment, Segment
+from shared.transfer.types import Trouble
 from shared.transfer.wire import Connection
 
 PATH = "shm"

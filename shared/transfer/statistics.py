@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -11,7 +12,8 @@ from prometheus_client import Counter as CounterMetric
 from prometheus_client import Histogram
 
 from shared.telemetry import metrics
-from shared.transfer.plan import Choice
+from shared.transfer.plan import Routes
+from shared.transfer.types import PushResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Statistics:
     """Counters since the engine was opened; ``connections`` is of now."""
 
     pushes: Mapping[str, int]
-    """{path: pushes tried by it}"""
+    """{path: pushes that it carried, or a part of}"""
     sent_bytes: Mapping[str, int]
     """{path: bytes that receivers acknowledged}"""
     received_bytes: Mapping[str, int]
@@ -40,34 +42,54 @@ class Statistics:
 
 @dataclass(slots=True)
 class Counts:
-    """The sending side's counters; kept by the event loop."""
+    """The sending side's counters."""
 
     pushes: Counter[str] = field(default_factory=Counter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     failovers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def chose(self, choice: Choice) -> None:
-        """A push starts by this path."""
+    def chose(self, routes: Routes) -> None:
+        """A push starts by the first of these, if there is one."""
+        if not routes.choices:
+            _choice_counter("none", "no way", ()).inc()
+            return
+        best = routes.choices[0]
+        # Paused ones stand last, so this one looks at them only when there are any.
+        paused = tuple(choice.path for choice in routes.choices if choice.paused) if routes.choices[-1].paused else ()
+        _choice_counter(best.path, best.reason, paused).inc()
 
-    def pushed(self, path: str, nbytes: int, *, seconds: float) -> None:
-        """A push was tried by ``path``; ``nbytes`` of it were acknowledged."""
-        self.pushes[path] += 1
-        self.sent_bytes[path] += nbytes
-        histogram, counter = _sent_metrics(path)
-        histogram.observe(seconds)
-        counter.inc(nbytes)
-
-    def failed(self, path: str, codes: Iterable[str]) -> None:
-        """Slices ended with these codes; ``path`` was tried last."""
-        for code in codes:
-            self.failures[code] += 1
-            metrics.TRANSFER_FAILURES.labels(path, code).inc()
+    def ended(self, result: PushResult) -> None:
+        """A push has its result. Any thread."""
+        paths = result.path.split("+") if result.path else []
+        for path in paths:
+            nbytes = result.nbytes if len(paths) == 1 else sum(
+                status.nbytes for status in result.slices if status.path == path)
+            with self._lock:
+                self.pushes[path] += 1
+                self.sent_bytes[path] += nbytes
+            histogram, counter = _sent_metrics(path)
+            histogram.observe(result.seconds)
+            counter.inc(nbytes)
+        if result.error is None:
+            return
+        for status in result.slices:
+            if status.error is not None:
+                with self._lock:
+                    self.failures[status.error.code] += 1
+                metrics.TRANSFER_FAILURES.labels(status.path or "none", status.error.code).inc()
 
     def failed_over(self, before: str, after: str) -> None:
         """A push goes on by another path."""
         self.failovers[before, after] += 1
         metrics.TRANSFER_FAILOVERS.labels(before, after).inc()
+
+
+@cache
+def _choice_counter(path: str, reason: str, paused: tuple[str, ...]) -> CounterMetric:
+    """Choices of ``path``; looked up once."""
+    return metrics.TRANSFER_PATH_CHOICES.labels(path, f"{reason}; paused: {', '.join(paused)}" if paused else reason)
 
 
 @cache

@@ -14,6 +14,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import msgspec
 
 from shared.errors import MoonbusError
@@ -66,6 +69,18 @@ class TransferCancelled(TransferError):
     """The pusher changed its mind."""
 
     code = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why bytes did not arrive, before it is known which slice they were of."""
+
+    kind: type[TransferError]
+    why: str
+
+
+Outcome = Sequence[Trouble | None]
+"""What became of a batch: one a piece; a batch without pieces, which only brings a note, has one all the same."""
 
 
 class Slice(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import array
 import os
 import select
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -178,6 +179,13 @@ class Connection:
     def set_timeout(self, timeout_s: float | None) -> None:
         """For the handshake only: both directions share it."""
         self._sock.settimeout(timeout_s)
+
+    def set_patience(self, timeout_s: float) -> None:
+        """From now on what blocks for longer raises ``BlockingIOError``; it still blocks in the kernel."""
+        timeout_s = max(timeout_s, 1e-3)  # zero would mean for ever
+        value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
     def shorten_queues(self, nbytes: int) -> None:
         """Bounds what the kernel holds of either direction.

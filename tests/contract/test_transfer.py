@@ -482,7 +482,7 @@ async def test_a_peer_that_came_back_is_reached_again_and_old_grants_are_void(pa
                     result = await pair.sender.push(other.endpoint, slices, former)
                     assert isinstance(result.error, GrantRefused) and "incarnation" in str(result.error)
                 former = grant
-        assert len(pair.sender._router._links) == 1
+        assert len(pair.sender.router._links) == 1
 
 
 @pytest.mark.parametrize("path", STREAMS)
@@ -519,7 +519,7 @@ async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path
             result = await pair.sender.push(silent, [Slice("kv", 0, of(0, NBYTES))], pair.grant((0, 10)),
                                             timeout_s=0.3)
             assert isinstance(result.error, TransferTimeout) and result.seconds < 2
-            link, = pair.sender._router._links.values()
+            link, = pair.sender.router._links.values()
             assert not link.connected
     finally:
         thread.join()

@@ -1,0 +1,169 @@
+"""The engine for programs without an event loop: the same surface, blocking, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, TypeVar
+
+import uvloop
+
+from shared.ids import HostId, Incarnation, OperationId, WorkerId
+from shared.messages import Endpoint, Grant, Range
+from shared.transfer import shm, tcp
+from shared.transfer.addresses import host_clock_s
+from shared.transfer.direct import Lines
+from shared.transfer.engine import LANES, TransferEngine
+from shared.transfer.ledger import ANYBODY
+from shared.transfer.push import resume_push
+from shared.transfer.segment import Segment
+from shared.transfer.settings import TransferSettings
+from shared.transfer.statistics import Statistics
+from shared.transfer.tally import NOTHING, Tally
+from shared.transfer.types import Notification, PushResult, Slice
+
+DIRECT_PATHS = (shm.PATH, tcp.PATH)
+"""Paths on which the calling thread speaks to the peer itself."""
+
+T = TypeVar("T")
+
+
+class SyncTransferEngine:
+    """A :class:`TransferEngine` on a loop of its own, which serves peers in the background.
+
+    Pushes by shared memory and TCP do not go through that loop but straight from the calling thread; what breaks
+    there is tried once more by the loop's engine, with its other paths.
+    """
+
+    def __init__(self, engine: TransferEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
+        self._lines = Lines(LANES, engine.sender)
+        self._notifications = engine.notifications()
+        self._in_use: Counter[str] = Counter()
+        """{segment: pushes that read it}"""
+        self._unused = threading.Condition()
+
+    @classmethod
+    @contextmanager
+    def open(cls, *, worker: WorkerId, incarnation: Incarnation, host: HostId | None = None,
+             settings: TransferSettings | None = None) -> Iterator[SyncTransferEngine]:
+        """See :meth:`TransferEngine.open`."""
+        loop = uvloop.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name=f"transfer-{worker}-loop", daemon=True)
+        thread.start()
+        stack = AsyncExitStack()
+        try:
+            engine = _call(loop, stack.enter_async_context(TransferEngine.open(
+                worker=worker, incarnation=incarnation, host=host, settings=settings)))
+            sync = cls(engine, loop)
+            try:
+                yield sync
+            finally:
+                sync._lines.drop()
+        finally:
+            _call(loop, stack.aclose())
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """How peers reach this engine."""
+        return self._engine.endpoint
+
+    def register(self, name: str, nbytes: int = 0, *, memory: Any = None) -> Segment:
+        """See :meth:`TransferEngine.register`."""
+        return self._engine.register(name, nbytes, memory=memory)
+
+    def unregister(self, name: str) -> None:
+        """See :meth:`TransferEngine.unregister`; pushes from it are waited for."""
+        with self._unused:
+            self._unused.wait_for(lambda: not self._in_use[name])
+        _call(self._loop, self._engine.unregister(name))
+        self._lines.drop()
+
+    def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
+              peer: WorkerId = ANYBODY) -> Grant:
+        """See :meth:`TransferEngine.grant`."""
+        return self._engine.grant(operation, ranges, ttl_s=ttl_s, peer=peer)
+
+    def covered(self, operation: OperationId, range: Range) -> bool:
+        """See :meth:`TransferEngine.covered`."""
+        return self._engine.covered(operation, range)
+
+    def received_bytes(self, operation: OperationId) -> int:
+        """See :meth:`TransferEngine.received_bytes`."""
+        return self._engine.received_bytes(operation)
+
+    def release(self, operation: OperationId) -> None:
+        """See :meth:`TransferEngine.release`."""
+        _call(self._loop, self._engine.release(operation))
+
+    def next_notification(self, timeout_s: float) -> Notification | None:
+        """The next one of :meth:`TransferEngine.notifications`; ``None`` when none came in time."""
+        return _call(self._loop, self._next_notification(timeout_s))
+
+    def statistics(self) -> Statistics:
+        """See :meth:`TransferEngine.statistics`."""
+        return self._engine.statistics()
+
+    def push(self, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *, timeout_s: float | None = None,
+             notify: bytes | None = None) -> PushResult:
+        """See :meth:`TransferEngine.push`; returns when it has ended."""
+        engine, started_s = self._engine, host_clock_s()
+        nbytes = engine.check(slices)
+        if timeout_s is None:
+            timeout_s = engine.settings.timeout_s(nbytes)
+        deadline_s = started_s + timeout_s
+        tally = Tally(peer.worker, slices, notify, started_s)
+        names = {item.segment for item in slices}
+        with self._unused:
+            self._in_use.update(names)
+        try:
+            if self._push_directly(peer, tally, grant, deadline_s):
+                result = tally.result(host_clock_s())
+                engine.router.counts.ended(result)
+                return result
+            return _call(self._loop, _resume(engine, peer, tally, grant, deadline_s))
+        finally:
+            with self._unused:
+                self._in_use.subtract(names)
+                self._unused.notify_all()
+
+    def _push_directly(self, peer: Endpoint, tally: Tally, grant: Grant, deadline_s: float) -> bool:
+        """Does what can be done from this thread; false when something is left that another path may do."""
+        engine = self._engine
+        choices = engine.router.routes(peer, tally.slices).choices
+        if not choices or choices[0].path not in DIRECT_PATHS or engine.settings.corrupt_every:
+            return False
+        choice = choices[0]
+        while tally.todo or tally.note is not None:
+            batches = engine.router.plan(peer, choice, tally.todo) or [NOTHING]
+            note = tally.note_for(batches)
+            lanes = engine.settings.lanes if choice.path == shm.PATH else 1
+            outcomes = self._lines.send(peer, choice, batches, grant, deadline_s=deadline_s, note=note, lanes=lanes)
+            now_s = host_clock_s()
+            if tally.take(choice.path, batches, outcomes, [now_s] * len(batches), note) is not None:
+                return False
+            if not tally.owes_note:
+                break
+        return True
+
+    async def _next_notification(self, timeout_s: float) -> Notification | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._notifications)
+        except TimeoutError:
+            self._notifications = self._engine.notifications()
+            return None
+
+
+async def _resume(engine: TransferEngine, peer: Endpoint, tally: Tally, grant: Grant, deadline_s: float) -> PushResult:
+    return await resume_push(engine.router, peer, tally, grant, deadline_s=deadline_s)
+
+
+def _call(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
