@@ -88,7 +88,7 @@ class Child:
     def _last_words(self) -> str:
         size = os.fstat(self._errors.fileno()).st_size
         said = os.pread(self._errors.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip(" |+-") for line in said.splitlines() if line.strip(" |+-")]  # the frame of a group's trace
         return f"; its last words: {lines[-1]}" if lines else ""
 
     def _kill(self) -> None:

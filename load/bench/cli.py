@@ -69,7 +69,7 @@ def bench_transfer(
                                                seconds=seconds))
     console = Console()
     if rows:
-        console.print(f"Medians over {rounds} rounds; a ratio is the median of the rounds' ratios.\n", highlight=False)
+        console.print(f"Medians of {rounds} values; a ratio is the median of the rounds' ratios.\n", highlight=False)
     for table in (*show.figures_tables(rows), show.comparisons_table(rows)):
         if table.row_count:
             console.print(table)

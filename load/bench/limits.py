@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from load.bench.peers import confine
 from load.bench.rounds import Probe
 from shared.errors import UserError
 
@@ -93,7 +95,7 @@ async def iperf3(seconds: float) -> AsyncIterator[list[Probe]]:
         raise UserError("iperf3 is not installed; on Debian and Ubuntu: sudo apt install iperf3")
     port = _free_port()
     server = await asyncio.create_subprocess_exec(
-        program, "-s", "-B", _HOST, "-p", str(port), stdin=asyncio.subprocess.DEVNULL,
+        sys.executable, confine.__file__, program, "-s", "-B", _HOST, "-p", str(port), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True)
     command = [program, "-c", _HOST, "-p", str(port), "-l", "1M", "-t", str(max(1, round(seconds))), "-J"]
 

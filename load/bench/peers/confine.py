@@ -71,3 +71,8 @@ def leave(children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         child.kill()
         child.wait()
     os._exit(0)
+
+
+if __name__ == "__main__":  # confine.py PROGRAM ARGUMENTS: becomes the program, which then ends with its parent
+    die_with_parent()
+    os.execv(sys.argv[1], sys.argv[1:])
