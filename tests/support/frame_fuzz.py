@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from typing import Any
@@ -40,10 +41,15 @@ class Mutator:
             return chance.randbytes(chance.randrange(200))
         if dice < 0.06:
             return self._large()
-        data = bytearray(self.sound_frame())
+        return self.spoilt(self.sound_frame())
+
+    def spoilt(self, frame: bytes) -> bytes:
+        """``frame``, changed in some way, or in none; its length mostly fits what is left of it."""
+        chance = self._chance
+        data = bytearray(frame)
         for _ in range(chance.choice((0, 1, 1, 1, 2, 4, 16))):
             self._spoil(data)
-        if chance.random() < 0.5:  # else most spoilt lengths would end at the header
+        if chance.random() < 0.5:  # else most changed lengths would end at the header
             data[frames.HEADER_BYTES - 4:frames.HEADER_BYTES] = struct.pack(
                 "!I", max(0, len(data) - frames.HEADER_BYTES))
         return bytes(data)
@@ -112,7 +118,11 @@ class Mutator:
                 return [self._value(of.item_type) for _ in range(length)]
             case inspect.BoolType():
                 return chance.random() < 0.5
+            case inspect.UnionType():
+                return self._value(chance.choice(of.types))
+            case inspect.NoneType():
+                return None
             case inspect.FloatType():
-                return chance.choice((0.0, -1.5, 1e300))
+                return chance.choice((0.0, -1.5, 1e300, math.inf, math.nan))
             case _:
                 raise TypeError(f"a frame has a field of {of}, which this cannot make up yet")

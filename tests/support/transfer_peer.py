@@ -59,6 +59,17 @@ class MakeGrant(msgspec.Struct, tag=True):
     operation: OperationId
     ranges: list[Range]
     ttl_s: float
+    peer: WorkerId = WorkerId("")
+
+
+class Unregister(msgspec.Struct, tag=True):
+    """Answered once nobody uses the memory any more."""
+
+    name: str
+
+
+class Notes(msgspec.Struct, tag=True):
+    """Answered by the :class:`Noted` of the notifications that came so far."""
 
 
 class Release(msgspec.Struct, tag=True):
@@ -106,7 +117,28 @@ class Alive(msgspec.Struct, tag=True):
     """Answered by true."""
 
 
-Command = (Register | Fill | MakeGrant | Release | Received | Audit | Counters | StartPush | EndPush | Close | Alive)
+Command = (Register | Fill | Unregister | MakeGrant | Release | Received | Audit | Notes | Counters | StartPush
+           | EndPush | Close | Alive)
+
+
+class Said(msgspec.Struct):
+    """What a test's notification says: these bytes of ``segment`` are there now."""
+
+    segment: str
+    offset: int
+    length: int
+    sha256: str
+
+
+class Noted(msgspec.Struct):
+    """A notification, and what was true in the moment when it was delivered."""
+
+    operation: OperationId
+    sender: WorkerId
+    said: Said
+    covered: bool
+    same: bool
+    """Had the memory the digest that the notification spoke of?"""
 
 
 class Pushed(msgspec.Struct):
@@ -175,9 +207,17 @@ class Peer:
         """See :class:`Fill`."""
         await self.ask(Fill(name, seed), type(None))
 
-    async def grant(self, operation: OperationId, *ranges: Range, ttl_s: float = 600.0) -> Grant:
+    async def unregister(self, name: str) -> None:
+        """See :class:`Unregister`."""
+        await self.ask(Unregister(name), type(None))
+
+    async def grant(self, operation: OperationId, *ranges: Range, ttl_s: float = 600.0, to: str = "") -> Grant:
         """Leave to write ``ranges``."""
-        return await self.ask(MakeGrant(operation, list(ranges), ttl_s), Grant)
+        return await self.ask(MakeGrant(operation, list(ranges), ttl_s, WorkerId(to)), Grant)
+
+    async def notes(self) -> list[Noted]:
+        """See :class:`Notes`."""
+        return await self.ask(Notes(), list[Noted])
 
     async def release(self, operation: OperationId) -> None:
         """See :class:`Release`."""
@@ -309,6 +349,8 @@ class _Host:
         self._stack = stack
         self._memory: dict[str, memoryview] = {}
         self._pushes: list[asyncio.Task[Pushed]] = []
+        self._notes: list[Noted] = []
+        self._listening = asyncio.create_task(self._listen())
 
     async def obey(self, command: Command) -> Any:
         """The answer."""
@@ -320,8 +362,13 @@ class _Host:
                     self._memory[name][:] = noise(nbytes, seed)
             case Fill(name, seed):
                 self._memory[name][:] = noise(len(self._memory[name]), seed)
-            case MakeGrant(operation, ranges, ttl_s):
-                return engine.grant(operation, ranges, ttl_s=ttl_s)
+            case Unregister(name):
+                del self._memory[name]
+                await engine.unregister(name)
+            case MakeGrant(operation, ranges, ttl_s, to):
+                return engine.grant(operation, ranges, ttl_s=ttl_s, peer=to)
+            case Notes():
+                return self._notes
             case Release(operation):
                 await engine.release(operation)
             case Received(operation):
@@ -337,10 +384,19 @@ class _Host:
             case EndPush():
                 return await self._pushes.pop(0)
             case Close():
+                self._listening.cancel()
                 await self._stack.aclose()
             case Alive():
                 return True
         return None
+
+    async def _listen(self) -> None:
+        async for note in self._engine.notifications():
+            said = msgspec.json.decode(note.data, type=Said)
+            covered = engine_covers(self._engine, note.operation, said.segment, said.offset, said.length)
+            memory = self._memory[said.segment][said.offset:said.offset + said.length]
+            same = hashlib.sha256(memory).hexdigest() == said.sha256
+            self._notes.append(Noted(note.operation, note.sender, said, covered, same))
 
     def _audit(self, operation: OperationId, segment: str, block_bytes: int) -> list[tuple[bool, str]]:
         found = digests(self._memory[segment], block_bytes)
