@@ -32,6 +32,9 @@ PATHS = ("tcp", "shm")
 Checksums = Literal["auto", "on"]
 SIZES = {"64KiB": 64 << 10, "2MiB": 2 << 20, "64MiB": 64 << 20}
 
+OTHERS = ("iperf3", "mooncake")
+"""What the names of probes begin with that measure other software."""
+
 PROMPT_TOKENS = 2048
 SPEC = CacheSpec(model="smollm2-135m", weights_digest="", tokenizer_digest="", dtype="bfloat16", layers=30, kv_heads=3,
                  head_dim=64, block_tokens=64, max_context=8192)
