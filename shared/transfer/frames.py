@@ -12,6 +12,8 @@
     COPY    claim, where its bytes lie with me   (shm, nvlink)
     SHARE   how to open my memory                (nvlink)
 
+CARDS to DOWN belong to RDMA, whose bytes travel elsewhere: see ``rdma``.
+
 Every length is checked against a bound before anything is allocated for it, and nothing on the wire is an
 address: a span names a registered segment and is checked against what was granted, a source names a descriptor
 that was handed over and is checked against its size.
@@ -36,6 +38,8 @@ MAX_SPAN_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ATTACHED = 16
 """Descriptors that ride on one COPY; the kernel passes at most 253 at a time."""
+MAX_RAILS = 16
+"""Pairs of network cards between two ends."""
 MAX_TIMEOUT_MS = 600_000
 MAX_NAME = 256
 """Characters of a worker, incarnation, segment or operation name."""
@@ -65,6 +69,14 @@ class Kind(IntEnum):
     COPY = 4
     ACK = 5
     SHARE = 15
+    CARDS = 16
+    CONNECT = 17
+    CONNECTED = 18
+    BEGIN = 19
+    KEYS = 20
+    GO = 21
+    ABORT = 22
+    DOWN = 23
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -157,8 +169,85 @@ class Ack(Body, frozen=True):
     bad: Annotated[list[int], Meta(max_length=MAX_SPANS)] = []
 
 
+RailIndex = Annotated[int, Meta(ge=0, lt=MAX_RAILS)]
+PairNumber = Annotated[int, Meta(ge=0, lt=2**24)]
+"""Of a queue pair; the first packet's number has as many bits."""
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True):
+    """How a network card is reached."""
+
+    gid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    lid: Annotated[int, Meta(ge=0, lt=2**16)]
+    mtu: Annotated[int, Meta(ge=1, le=5)]
+    """256 bytes times two to the power of this, halved."""
+
+
+class Cards(Body, frozen=True):
+    """The receiver's cards; follows WELCOME."""
+
+    cards: Annotated[list[Card], Meta(max_length=MAX_RAILS)]
+
+
+class Connect(Body, frozen=True):
+    """The sender's end of ``rail``, which shall lead to the receiver's ``card``."""
+
+    rail: RailIndex
+    card: RailIndex
+    number: PairNumber
+    psn: PairNumber
+    sender: Card
+
+
+class Connected(Body, frozen=True):
+    """The receiver's end of ``rail``, or why there is none."""
+
+    rail: RailIndex
+    number: PairNumber
+    psn: PairNumber
+    refused: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Begin(Claim, frozen=True):
+    """Claim whose bytes come by ``rail``; ``again``: id of its former attempt, which a failed rail ended, or -1."""
+
+    rail: Annotated[int, Meta(ge=-1, lt=MAX_RAILS)]
+    again: Annotated[int, Meta(ge=-1, lt=2**53)]
+
+
+class Keys(Body, frozen=True):
+    """Opens ``segment`` to writes by ``rail``. The numbers are for the sender's card; no processor follows them."""
+
+    rail: RailIndex
+    segment: Name
+    address: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    nbytes: Annotated[int, Meta(ge=0)]
+    key: Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class Go(Body, frozen=True):
+    """The claim stands: write."""
+
+    id: TransferId
+
+
+class Abort(Body, frozen=True):
+    """Nothing was written under ``id``, nor will be."""
+
+    id: TransferId
+
+
+class Down(Body, frozen=True):
+    """``rail`` failed at the speaker's end; ``number`` is the receiver's queue pair that it had."""
+
+    rail: RailIndex
+    number: PairNumber
+
+
 BODIES: dict[Kind, type[Body]] = {
     Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.COPY: Copy, Kind.ACK: Ack, Kind.SHARE: Share,
+    Kind.CARDS: Cards, Kind.CONNECT: Connect, Kind.CONNECTED: Connected, Kind.BEGIN: Begin, Kind.KEYS: Keys,
+    Kind.GO: Go, Kind.ABORT: Abort, Kind.DOWN: Down,
 }
 _KINDS = {body: kind for kind, body in BODIES.items()}
 _encoder = msgspec.msgpack.Encoder()

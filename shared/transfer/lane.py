@@ -16,6 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -201,7 +202,8 @@ class StreamLane(ABC):
         self._peer = peer
         self._address = address
         self._pending = Pending(sender.clock)
-        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[Connection], None] | None] = SimpleQueue()
+        """What the thread does next; ``None``: it stops."""
         self._connection: Connection | None = None
         self._thread = threading.Thread(target=self._work, name=f"{sender.name}-lane", daemon=True)
         self._opened: Callable[[Trouble | None], None] = lambda trouble: None
@@ -256,7 +258,7 @@ class StreamLane(ABC):
             return
         transfer.begun, transfer.sent = taken is not False, taken is True
         if not transfer.sent:
-            self._queue.put(transfer)
+            self._jobs.put(partial(self._finish_sending, transfer))
 
     def give_up(self, transfer: Transfer) -> None:
         transfer.ended = True
@@ -276,7 +278,7 @@ class StreamLane(ABC):
         if self._connection is not None:
             self._loop.remove_reader(self._connection.readiness())
             self._connection.shutdown()
-        self._queue.put(None)
+        self._jobs.put(None)
 
     def join(self) -> None:
         if self._thread.ident is not None:
@@ -339,23 +341,26 @@ class StreamLane(ABC):
             return
         call_on(self._loop, self._on_open, connection)
         try:
-            while (transfer := self._queue.get()) is not None:
-                if transfer.begun:  # from the event loop, which the rest would have kept waiting
-                    connection.flush()
-                else:
-                    transfer.begun = True
-                    if not transfer.ended:
-                        self.send(connection, transfer)
-                transfer.sent = True
+            while (job := self._jobs.get()) is not None:
+                job(connection)
         except Exception as error:
             if not isinstance(error, OSError):
                 _log.exception("action=lane_failed peer=%s", self._peer.worker)
             call_on(self._loop, self.fail, self._broken(error))
-            while self._queue.get() is not None:
+            while self._jobs.get() is not None:
                 pass
         finally:
             connection.close()
             self.release()
+
+    def _finish_sending(self, transfer: Transfer, connection: Connection) -> None:
+        if transfer.begun:  # from the event loop, which the rest would have kept waiting
+            connection.flush()
+        else:
+            transfer.begun = True
+            if not transfer.ended:
+                self.send(connection, transfer)
+        transfer.sent = True
 
     def dial(self) -> Connection:
         """A connection to the wanted peer and no other; blocks. Raises :data:`DIAL_ERRORS`."""

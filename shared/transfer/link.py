@@ -234,7 +234,7 @@ class Link:
         except asyncio.CancelledError:
             if ticket.done() and not ticket.cancelled():
                 self._give_back(nbytes)
-            else:
+            elif entry in self._waiting:  # whoever made room meanwhile passed over it
                 self._waiting.remove(entry)
                 self._admit()
             raise

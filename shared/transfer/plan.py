@@ -126,12 +126,19 @@ def _reach_shm(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
     return Reach(peer.shm, "same host" if peer.shm else "peer offers none")
 
 
+def _reach_rdma(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
+    if not own.rdma:
+        return Reach("", "no RDMA device here")
+    return Reach(peer.rdma, "RDMA devices at both ends" if peer.rdma else "peer offers none")
+
+
 def _reach_tcp(own: Endpoint, peer: Endpoint, same_process: bool) -> Reach:
     return Reach(peer.tcp, "network" if peer.tcp else "peer offers none")
 
 
 RULES: dict[str, Callable[[Endpoint, Endpoint, bool], Reach]] = {
-    "copy": _reach_copy, "nvlink": _reach_nvlink, "shm": _reach_shm, "tcp": _reach_tcp,
+    "copy": _reach_copy, "nvlink": _reach_nvlink, "shm": _reach_shm, "rdma": _reach_rdma,
+    "tcp": _reach_tcp,
 }
 """{path: when it connects two ends}"""
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-MAX_RAILS = 16
-"""Rails to one peer."""
+from shared.transfer.frames import MAX_RAILS
+
 SMOOTHING = 0.2
 """Weight of the newest sample of a card's bandwidth."""
 SAMPLE_BYTES = 64 << 10

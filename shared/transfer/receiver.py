@@ -120,13 +120,17 @@ class Session(ABC):
         self._writers[claim.id] = writer
         return writer
 
-    def _commit(self, claim: frames.Claim, checksums: list[int]) -> None:
-        """Ends a claim well: booked before its note is passed on, and that before it is acknowledged."""
+    def _commit(self, claim: frames.Claim, checksums: list[int]) -> list[int]:
+        """Ends a claim well: booked before its note is passed on, and that before it is acknowledged.
+
+        Returns the indexes of spans that differ from their checksums.
+        """
         bad = self._ledger.verify(self._writers[claim.id], checksums)
         del self._writers[claim.id]
         if claim.note is not None and not bad:
             self._receiver.notify(Notification(OperationId(claim.operation), WorkerId(self.sender), claim.note))
         self._connection.send(frames.Ack(claim.id, bad=bad))
+        return bad
 
     def _refuse(self, claim: frames.Claim, why: str) -> None:
         """Ends a claim badly; nothing writes for it any more."""

@@ -20,7 +20,14 @@ BODIES = [
     frames.Copy(2, "op", "i", b"t" * 32, 500, SPANS, None, [], [Source(1, 0), Source(2, 8)], [2], 1.5),
     frames.Share(2, b"handle"),
     frames.Ack(2, "no", [0, 1]),
-    frames.Share(3, b"handle"),
+    frames.Cards([frames.Card(bytes(16), 7, 5)]),
+    frames.Connect(1, 0, 2**24 - 1, 5, frames.Card(bytes(range(16)), 0, 1)),
+    frames.Connected(1, 17, 0, "no"),
+    frames.Begin(3, "op", "i", b"t" * 32, 500, SPANS, None, [], 1, 2),
+    frames.Keys(1, "kv", 0x7F00_0000_0000, 4096, 2**32 - 1),
+    frames.Go(3),
+    frames.Abort(3),
+    frames.Down(1, 17),
 ]
 
 
@@ -97,3 +104,20 @@ def test_a_flipped_byte_is_read_or_refused_but_never_crashes(body: frames.Body, 
         frames.decode(kind, bytes(frame[HEADER_BYTES:]))
     except FrameError:
         pass
+
+
+@pytest.mark.parametrize(("kind", "body"), [
+    (Kind.CARDS, [[[b"short", 0, 5]]]),
+    (Kind.CARDS, [[[bytes(16), 0, 6]]]),
+    (Kind.CARDS, [[[bytes(16), 0, 5]] * (frames.MAX_RAILS + 1)]),
+    (Kind.CONNECT, [frames.MAX_RAILS, 0, 1, 1, [bytes(16), 0, 5]]),
+    (Kind.CONNECT, [0, 0, 2**24, 1, [bytes(16), 0, 5]]),
+    (Kind.KEYS, [0, "kv", -1, 1, 1]),
+    (Kind.KEYS, [0, "kv", 2**63, 1, 1]),
+    (Kind.KEYS, [0, "kv", 0, 1, 2**32]),
+    (Kind.BEGIN, [1, "op", "i", b"t", 500, [["kv", 0, 1]], None, [], frames.MAX_RAILS, -1]),
+], ids=["short GID", "no such MTU", "too many cards", "no such rail", "no queue pair's number", "negative address",
+        "no address", "no key", "claim of no rail"])
+def test_what_queue_pairs_cannot_be_made_of_is_refused(kind: Kind, body: list[object]) -> None:
+    with pytest.raises(FrameError):
+        frames.decode(kind, msgspec.msgpack.encode(body))

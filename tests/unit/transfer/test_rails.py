@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.transfer.frames import MAX_RAILS
 from shared.transfer.rails import (
     COOL_DOWN_S,
     MAX_COOL_DOWN_S,
-    MAX_RAILS,
     Gid,
     Load,
     Nic,
