@@ -25,7 +25,6 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from services.prefill.core.queue import Chunk, PrefillQueue
-from services.prefill.pusher import Pusher
 from services.prefill.settings import Settings
 from shared.bus.bus import Delivery
 from shared.bus.subjects import CANCEL, JOB, PROGRESS, TOKENS
@@ -50,8 +49,7 @@ from shared.messages import (
 )
 from shared.store.agent import Part
 from shared.telemetry import metrics, tracing
-from shared.transfer import Slice, TransferSettings
-from shared.transfer.types import TransferError
+from shared.transfer import PushStream, Slice
 from shared.worker.cancelled import Cancelled
 from shared.worker.runtime import SEGMENT, Worker
 
@@ -80,7 +78,8 @@ class _Job:
     """Unix seconds."""
     #: slots of the pool, block by block, once all are allocated
     slots: list[int] = field(default_factory=list)
-    pusher: Pusher | None = None
+    stream: PushStream | None = None
+    """Takes its KV to the decode worker."""
     first_token: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     started_s: float = 0.0
     """Unix seconds at which its first chunk began; 0 before it."""
@@ -250,27 +249,29 @@ class PrefillShell:
         if missing > 0:  # some stay with a writer that stopped half-way
             slots += await self._agent.wait_allocate(job.operation, missing)
         job.stages, job.slots = stages, reused_slots + slots
-        job.pusher = Pusher(self._worker.transfer, message.landing.endpoint, message.landing.grant)
-        async with _stopped(asyncio.create_task(job.pusher.run(), name=f"push-{job.operation}")) as pushing:
-            job.pusher.add(self._whole_blocks(job, range(reused)))
+        stream = job.stream = self._worker.transfer.stream(message.landing.endpoint, message.landing.grant)
+        try:
+            stream.push(self._whole_blocks(job, range(reused)))
             self._queue.add(job.operation, total=total, done=stages.hit_tokens)
             self._work.set()
-            either: set[asyncio.Future[Any]] = {job.first_token, pushing}
+            either: set[asyncio.Future[Any]] = {job.first_token, stream.broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if pushing.done():
-                await self._pushed(job, pushing)
-            token = await job.first_token
+            token = 0 if stream.broken.done() else await job.first_token
             computed_s = time.time()
-            job.pusher.finish()
-            await self._pushed(job, pushing)
+            pushed = await stream.close()
+            if pushed.error is not None:  # what the decode worker would not take is its blame unless it is ours
+                raise _Failed(f"transfer_{pushed.error.code}", f"KV did not reach {message.decode}: {pushed.error}",
+                              blame=message.decode)
+        finally:
+            await stream.stop()
         pushed_s = time.time()
-        tracing.record("kv.push", start_s=job.pusher.started_s or pushed_s, end_s=pushed_s, attributes={
-            "moonbus.worker": message.decode, "moonbus.bytes": job.pusher.nbytes, "moonbus.pushes": job.pusher.pushes,
-            "moonbus.path": job.pusher.path})
+        tracing.record("kv.push", start_s=pushed_s - pushed.seconds, end_s=pushed_s, attributes={
+            "moonbus.worker": message.decode, "moonbus.bytes": pushed.nbytes, "moonbus.pushes": stream.pushes,
+            "moonbus.path": pushed.path})
         stages = msgspec.structs.replace(
             stages, prefill_queue_s=max(0.0, job.started_s - job.arrived_s - stages.fetch_s),
-            prefill_s=computed_s - job.started_s, pushed_bytes=job.pusher.nbytes,
-            push_path=job.pusher.path, push_wait_s=pushed_s - computed_s)
+            prefill_s=computed_s - job.started_s, pushed_bytes=pushed.nbytes,
+            push_path=pushed.path, push_wait_s=pushed_s - computed_s)
         metrics.WORKER_PROMPT_TOKENS.observe(total)
         metrics.WORKER_QUEUE_SECONDS.observe(stages.prefill_queue_s)
         metrics.WORKER_COMPUTED_TOKENS.inc(total - stages.hit_tokens)
@@ -297,7 +298,8 @@ class PrefillShell:
             return Stages(local_hit_tokens=own * self._block_tokens, hit_tokens=own * self._block_tokens), slots
         began_s = time.time()
         wanted = reached - own
-        patience_s = self._settings.fetch_timeout_s + wanted * self._block_bytes / TransferSettings().min_bytes_per_s
+        settings = self._settings
+        patience_s = settings.fetch_timeout_s + wanted * self._block_bytes / settings.transfer.min_bytes_per_s
         fetched, spare = await self._agent.fetch(job.operation, job.message.request, parts, slots[:wanted],
                                                  timeout_s=min(patience_s, job.message.deadline_s))
         for part, result in zip(parts, fetched, strict=True):
@@ -314,14 +316,6 @@ class PrefillShell:
             fetch_path="+".join(sorted({result.path for result in fetched if result.blocks})),
             fetch_failed_blocks=wanted - came, local_hit_tokens=own * self._block_tokens,
             hit_tokens=(own + came) * self._block_tokens), spare + slots[wanted:]
-
-    async def _pushed(self, job: _Job, pushing: asyncio.Task[None]) -> None:
-        """Waits for the pushes; what the decode worker would not take is its blame unless it is ours."""
-        try:
-            await pushing
-        except TransferError as error:
-            message = f"KV did not reach {job.message.decode}: {error}"
-            raise _Failed(f"transfer_{error.code}", message, blame=job.message.decode) from error
 
     async def _hand_over(self, job: _Job, token: int, stages: Stages) -> None:
         message = job.message
@@ -430,8 +424,8 @@ class PrefillShell:
             offset = layer * self._layer_bytes
             slices = [self._slice(job, index, place, offset, self._layer_bytes)
                       for index, place in self._landing(job, blocks)]
-            if job.pusher is not None and slices:
-                job.pusher.add(slices)
+            if job.stream is not None and slices:
+                job.stream.push(slices)
 
     def _whole_blocks(self, job: _Job, blocks: range) -> list[Slice]:
         return [self._slice(job, index, place, 0, self._block_bytes) for index, place in self._landing(job, blocks)]
@@ -451,13 +445,3 @@ class PrefillShell:
             key=job.keys[index], parent=job.keys[index - 1] if index else job.message.root, depth=index,
             nbytes=self._block_bytes, tokens=self._block_tokens, origin="received" if source else "computed",
             source=source or WorkerId(""), request=job.message.request, tenant=job.message.tenant)
-
-
-@asynccontextmanager
-async def _stopped(task: asyncio.Task[None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Yields ``task`` and sees to it that it has ended afterwards."""
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -75,9 +75,7 @@ class Lines:
             return Transfer(batches[index], grant, deadline_s, note if index == len(batches) - 1 else None, finish)
 
         with self._taken(peer, choice, min(lanes, len(batches))) as lines:
-            for line in lines:
-                line.connection.set_patience(deadline_s - host_clock_s())
-            trouble = self._exchange(lines, [transfer(i) for i in range(len(batches))])
+            trouble = self._exchange(lines, [transfer(i) for i in range(len(batches))], deadline_s)
         return [outcome if outcome is not None else [trouble] * max(1, len(batch.pieces))
                 for outcome, batch in zip(outcomes, batches, strict=True)]
 
@@ -90,23 +88,25 @@ class Lines:
             for line in lines:
                 line.close()
 
-    def _exchange(self, lines: Sequence[_Line], transfers: Sequence[Transfer]) -> Trouble:
+    def _exchange(self, lines: Sequence[_Line], transfers: Sequence[Transfer], deadline_s: float) -> Trouble:
         """Sends and hears; the trouble of those that got no answer. A line that broke has some that wait."""
         if not lines:
             return _GONE
         try:
             for i, transfer in enumerate(transfers):
-                line = lines[i % len(lines)]
+                line, left_s = lines[i % len(lines)], deadline_s - host_clock_s()
+                if left_s <= 0:
+                    return LATE
+                line.connection.set_patience(left_s)
                 if len(line.waiting) >= WINDOW:
                     line.hear()
                 line.send(transfer)
             for line in lines:
                 while line.waiting:
                     line.hear()
-        except (BlockingIOError, TimeoutError):
-            return LATE
-        except DIAL_ERRORS:
-            pass
+        except DIAL_ERRORS as error:
+            if isinstance(error, BlockingIOError):  # its patience ended
+                return LATE
         return _GONE
 
     @contextmanager

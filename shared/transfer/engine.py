@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections import deque
@@ -19,23 +20,29 @@ from shared.errors import Bug, SettingError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId, fresh
 from shared.messages import Endpoint, Grant, Range
 from shared.telemetry import metrics
-from shared.transfer import copy, cuda, nvlink, shm, tcp
+from shared.transfer import copy, cuda, nvlink, rdma, shm, tcp
 from shared.transfer.addresses import DeviceAddress, advertised_host, host_clock_s, host_id, join_address
+from shared.transfer.fabric import Fabric
 from shared.transfer.frames import MAX_NAME, MAX_NOTE_BYTES
 from shared.transfer.lane import Lane, Sender, call_on
 from shared.transfer.ledger import ANYBODY, Ledger
+from shared.transfer.plan import RULES
 from shared.transfer.push import Push, PushStream, start_push
 from shared.transfer.receiver import OpenSession, Receiver
 from shared.transfer.router import MakeLane, Router
 from shared.transfer.segment import DeviceSegment, Segment
 from shared.transfer.settings import TransferSettings
-from shared.transfer.statistics import Statistics
+from shared.transfer.statistics import Counts, Statistics
 from shared.transfer.types import Notification, Slice
+from shared.transfer.verbs import VerbsError
+
+_log = logging.getLogger(__name__)
 
 LANES: Mapping[str, MakeLane] = {
     copy.PATH: copy.CopyLane, nvlink.PATH: nvlink.NvlinkLane, shm.PATH: shm.ShmLane, tcp.PATH: tcp.TcpLane,
 }
-"""{path: what makes a lane on it}; whether a path connects two ends is said by :data:`shared.transfer.plan.RULES`."""
+"""{path: what makes a lane on it}; RDMA's has the opened devices with it. Whether a path connects two ends is said by
+:data:`shared.transfer.plan.RULES`."""
 
 WATCH_S = 0.1
 """Pause between two looks for what is overdue."""
@@ -67,7 +74,10 @@ class TransferEngine:
         self.sender = Sender(worker, incarnation, host, self._segments, clock, settings.proofs,
                               settings.connect_timeout_s, name)
         self._endpoint = Endpoint(worker=worker, incarnation=incarnation, host=host)
-        self.router = Router(LANES, self.sender, settings, clock, self._endpoint)
+        self._lanes = dict(LANES)
+        self.router = Router(self._lanes, self.sender, settings, clock, self._endpoint,
+                             Counts(self._ledger.received_bytes_by_path))
+        self._fabric: Fabric | None = None
         self._private_dir = ""
         self._socket_paths: list[str] = []
 
@@ -83,8 +93,8 @@ class TransferEngine:
         """
         settings = settings or TransferSettings()
         for path in settings.paths:
-            if path not in LANES:
-                raise SettingError("paths", path, f"some of {', '.join(LANES)}")
+            if path not in RULES:
+                raise SettingError("transfer_paths", path, f"some of {', '.join(RULES)}")
         engine = cls(worker, incarnation, HostId(settings.host_id) if settings.host_id else host or host_id(),
                      settings, clock or SystemClock())
         watch: asyncio.Task[None] | None = None
@@ -140,6 +150,8 @@ class TransferEngine:
         self._ledger.retire(name, partial(call_on, self._loop, _resolve, quiet))
         await quiet
         del self._segments[name]
+        if self._fabric is not None:
+            await asyncio.to_thread(self._fabric.forget, segment.serial)
         if segment.mappable or isinstance(segment, DeviceSegment):
             self.router.drop(f"segment {name} was unregistered")  # receivers unmap it with their connection
         segment.close()
@@ -192,16 +204,17 @@ class TransferEngine:
             timeout_s = self.settings.timeout_s(nbytes)
         return start_push(self.router, peer, slices, grant, deadline_s=host_clock_s() + timeout_s, note=notify)
 
-    def stream(self, peer: Endpoint, grant: Grant, *, timeout_s: float) -> PushStream:
+    def stream(self, peer: Endpoint, grant: Grant, *, timeout_s: float | None = None) -> PushStream:
         """Pushes under one grant that end together, such as layers that are sent while the next ones are computed.
 
-        ``timeout_s`` counts for all of them.
+        ``timeout_s`` counts for each of them, and falls back to a deadline in proportion to its size.
         """
-        return PushStream(self.router, peer, grant, deadline_s=host_clock_s() + timeout_s, check=self.check)
+        return PushStream(lambda slices, note: self.push(peer, slices, grant, timeout_s=timeout_s, notify=note))
 
     def statistics(self) -> Statistics:
         """Counters since the engine was opened."""
         ledger, receiver, counts = self._ledger, self._receiver, self.router.counts
+        counts.flush()
         return Statistics(
             pushes=dict(counts.pushes), sent_bytes=dict(counts.sent_bytes),
             received_bytes=dict(ledger.received_bytes_by_path), failures=dict(counts.failures),
@@ -231,16 +244,40 @@ class TransferEngine:
         addresses: dict[str, Any] = {}
         if tcp.PATH in settings.paths:
             try:
-                sock, port = tcp.listen_tcp(settings.bind_host)
+                sock, port = tcp.listen_tcp(settings.host)
             except OSError as error:
-                raise SettingError("bind_host", settings.bind_host, f"an address of this host ({error})") from error
+                raise SettingError("transfer_host", settings.host, f"an address of this host ({error})") from error
             self._receiver.listen(sock, tcp.open_session)
-            addresses["tcp"] = join_address(advertised_host(settings.bind_host, settings.advertise_host), port)
+            addresses["tcp"] = join_address(advertised_host(settings.host, settings.advertise), port)
         if shm.PATH in settings.paths:
             addresses["shm"] = self._listen_unix(shm.open_session)
+        if rdma.PATH in settings.paths:
+            addresses["rdma"] = self._listen_rdma()
         self._endpoint = self.router.own = msgspec.structs.replace(own, **addresses)
         if copy.PATH in settings.paths:
             copy.register_local(self._endpoint, self._receiver)
+
+    def _listen_rdma(self) -> str:
+        """The address; empty where there is no device, unless one was asked for."""
+        settings = self.settings
+        host = advertised_host(settings.host, settings.advertise)
+        try:
+            fabric = self._fabric = Fabric.open(
+                self._segments, devices=settings.rdma_devices, host=host,
+                gid_index=settings.rdma_gid_index if settings.rdma_gid_index >= 0 else None)
+        except VerbsError as error:
+            if settings.rdma_devices:
+                raise SettingError("transfer_rdma_devices", ", ".join(settings.rdma_devices),
+                                   f"active RDMA devices ({error.strerror})") from error
+            _log.info("action=rdma_unavailable why=%r", error.strerror)
+            return ""
+        try:
+            sock, port = tcp.listen_tcp(settings.host)
+        except OSError as error:
+            raise SettingError("transfer_host", settings.host, f"an address of this host ({error})") from error
+        self._receiver.listen(sock, partial(rdma.open_session, fabric))
+        self._lanes[rdma.PATH] = partial(rdma.RdmaLane, fabric)
+        return join_address(host, port)
 
     def _serve_device(self, segment: DeviceSegment) -> None:
         """Offers its GPU to peers of this host, and no RDMA: cards are given host memory only."""
@@ -261,7 +298,8 @@ class TransferEngine:
         try:
             self._receiver.listen(shm.listen_shm(path), open_session)
         except OSError as error:
-            raise SettingError("socket_dir", self.settings.socket_dir, f"a writable directory ({error})") from error
+            raise SettingError("transfer_socket_dir", self.settings.socket_dir,
+                               f"a writable directory ({error})") from error
         self._socket_paths.append(path)
         return path
 
@@ -271,8 +309,8 @@ class TransferEngine:
             directory = self._private_dir = tempfile.mkdtemp(prefix="moonbus-")
         path = os.path.abspath(os.path.join(directory, f"{fresh('t', 6)}.sock"))
         if len(os.fsencode(path)) > shm.MAX_SOCKET_PATH_BYTES:
-            raise SettingError("socket_dir", directory, f"a path so short that {path} has at most "
-                                                        f"{shm.MAX_SOCKET_PATH_BYTES} bytes; /tmp is one")
+            raise SettingError("transfer_socket_dir", directory, f"a path so short that {path} has at most "
+                                                                 f"{shm.MAX_SOCKET_PATH_BYTES} bytes; /tmp is one")
         return path
 
     async def _watch(self) -> None:
@@ -280,11 +318,13 @@ class TransferEngine:
             await asyncio.sleep(WATCH_S)
             self._receiver.watch()
             metrics.TRANSFER_IN_FLIGHT_BYTES.set(self.router.inflight_bytes)
+            self.router.counts.flush()
 
     async def _close(self) -> None:
         """Stops sending, then receiving, then drops the memory; waits for every thread."""
         copy.unregister_local(self._endpoint)
         lanes = self.router.close()
+        self.router.counts.flush()
         await asyncio.to_thread(self._free, lanes)
 
     def _free(self, lanes: Sequence[Lane]) -> None:
@@ -292,6 +332,8 @@ class TransferEngine:
             lane.join()
         self._receiver.close()
         self._ledger.close()
+        if self._fabric is not None:
+            self._fabric.close()
         for segment in self._segments.values():
             segment.close()
         for path in self._socket_paths:

@@ -19,20 +19,17 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from prometheus_client import Counter
 
 from shared.clock import Clock
 from shared.errors import Bug
 from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Grant, Range
-from shared.telemetry import metrics
 from shared.transfer.frames import MAX_NAME, Claim, Span
 from shared.transfer.intervals import IntervalSet
 from shared.transfer.segment import Segment
@@ -172,7 +169,6 @@ class Ledger:
                 counts[writer.path] = counts.get(writer.path, 0) + good_bytes
                 self.corrupt_spans += len(bad)
                 quiet = self._leave(entry, writer)
-            received_counter(writer.path).inc(good_bytes)
             for callback in quiet:
                 callback()
             if self._retired:
@@ -337,12 +333,6 @@ class Ledger:
         content: list[Any] = [grant.worker, grant.incarnation, grant.operation, grant.generation, grant.peer,
                               grant.expires_at_s, [(item.segment, item.offset, item.length) for item in grant.ranges]]
         return hmac.new(self._secret, _canonical.encode(content), hashlib.sha256).digest()
-
-
-@cache
-def received_counter(path: str) -> Counter:
-    """The metric of bytes that came by ``path``; looked up once."""
-    return metrics.TRANSFER_BYTES.labels(path, "received")
 
 
 def checksum(data: npt.NDArray[np.uint8]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from shared.messages import Endpoint, Grant
@@ -12,7 +14,14 @@ from shared.transfer.link import Link, Sending
 from shared.transfer.plan import Choice, Routes
 from shared.transfer.router import Router
 from shared.transfer.tally import NOTHING, Tally
-from shared.transfer.types import PeerGone, PushResult, Slice, Trouble
+from shared.transfer.types import ChecksumMismatch, PeerGone, PushResult, Slice, SliceStatus, TransferError, Trouble
+
+_log = logging.getLogger(__name__)
+
+STREAM_PUSHES = 2
+"""Pushes of a stream on their way at the same time: one is being sent while the other one's answer comes."""
+MAX_SENDS = 3
+"""Times a slice of a stream is sent before damage is taken for more than bad luck."""
 
 
 class Push:
@@ -32,6 +41,7 @@ class Push:
         self._cancelled = False
         self._result: PushResult | None = None
         self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[Callable[[Push], object]] = []
 
     @property
     def done(self) -> bool:
@@ -52,6 +62,13 @@ class Push:
             self._sending.cancelled = True
         if self._task is not None:
             self._task.cancel()
+
+    def call_when_done(self, callback: Callable[[Push], object]) -> None:
+        """Calls ``callback`` with this push soon after it has ended, from the loop."""
+        if self.done:
+            self._loop.call_soon(callback, self)
+        else:
+            self._callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, PushResult]:
         cancelled: asyncio.CancelledError | None = None
@@ -86,7 +103,7 @@ class Push:
             if not self.done:
                 self._timer = self._loop.call_later(self._deadline_s - host_clock_s(), link.expire, sending)
         else:
-            self._task = self._loop.create_task(self._run(None))
+            self._go_on(None)
 
     def uses(self, segment: str) -> bool:
         """Does it read bytes of our ``segment``?"""
@@ -110,22 +127,28 @@ class Push:
         link = self._router.link(self._peer, choice)
         broke = self._take(choice, link, sending)
         if broke or self._tally.owes_note:
-            self._task = self._loop.create_task(self._run(broke))
+            self._go_on(broke)
         else:
             self._finish()
 
+    def _go_on(self, broke: bool | None) -> None:
+        """Does in a task what needs more than one step."""
+        self._task = self._loop.create_task(self._run(broke))
+        self._task.add_done_callback(self._ran)  # even a task that is cancelled before it began tells of its end
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("action=push_failed peer=%s", self._peer.worker, exc_info=error)
+            self._tally.troubles |= dict.fromkeys(self._tally.todo, Trouble(PeerGone, f"the push failed: {error!r}"))
+        self._finish()
+
     async def _run(self, broke: bool | None) -> None:
-        """What needs more than one step; ``broke``: what the first step was broken by, ``None`` if none was taken."""
-        try:
-            if broke is not False:
-                await self._try_paths(again=broke is True)
-            if self._tally.owes_note and not self._cancelled:
-                await self._try_paths(again=False)  # every batch is committed: now the note may go
-        except BaseException:
-            self._tally.troubles |= dict.fromkeys(self._tally.todo, Trouble(PeerGone, "the push itself failed"))
-            raise
-        finally:
-            self._finish()
+        """``broke``: did a connection break in the first step? ``None`` if none was taken."""
+        if broke is not False:
+            await self._try_paths(again=broke is True)
+        if self._tally.owes_note and not self._cancelled:
+            await self._try_paths(again=False)  # every batch is committed: now the note may go
 
     async def _try_paths(self, *, again: bool) -> None:
         """Path after path, twice where the connection was an old one, until nothing is left that broke.
@@ -159,6 +182,8 @@ class Push:
             if not waiter.done():
                 waiter.set_result(None)
         self._router.ended(self, result)
+        for callback in self._callbacks:
+            self._loop.call_soon(callback, self)
 
 
 def start_push(router: Router, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *, deadline_s: float,
@@ -176,49 +201,83 @@ def resume_push(router: Router, peer: Endpoint, tally: Tally, grant: Grant, *, d
 
 
 class PushStream:
-    """Pushes that belong together, such as the layers of a block: each starts at once, one completion for all.
+    """Slices that become ready one after the other, such as layers that are computed; one completion for all.
 
-    Made by :meth:`TransferEngine.stream`. Do not change the source bytes before :meth:`close` has returned.
+    Made by :meth:`TransferEngine.stream`. What becomes ready while earlier slices are on their way leaves with the
+    next ones, so the pace of the path sets the size of its pushes. A slice that arrives damaged is sent again.
+    Do not change the source bytes before :meth:`close` or :meth:`stop` has returned.
     """
 
-    def __init__(self, router: Router, peer: Endpoint, grant: Grant, *, deadline_s: float,
-                 check: Callable[[Sequence[Slice]], int]) -> None:
-        self._router, self._peer, self._grant, self._deadline_s = router, peer, grant, deadline_s
-        self._check = check
-        self._pushes: list[Push] = []
-        self._started_s = host_clock_s()
+    def __init__(self, start: Callable[[Sequence[Slice], bytes | None], Push]) -> None:
+        self._start = start
+        self._slices: list[Slice] = []
+        self._statuses: dict[int, SliceStatus] = {}
+        self._ready: list[int] = []
+        """Indexes of slices that wait to be sent."""
+        self._attempts: Counter[int] = Counter()
+        self._flying: dict[Push, list[int]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._began_s = 0.0
+        self.pushes = 0
+        """Started so far."""
+        self.broken: asyncio.Future[TransferError] = asyncio.get_running_loop().create_future()
+        """Resolves as soon as a slice cannot be delivered; what was not sent by then is not sent any more."""
 
-    def push(self, slices: Sequence[Slice]) -> Push:
-        """Starts to push ``slices``; need not be awaited. Raises :class:`Bug` for a slice that is not of our memory."""
-        self._check(slices)
-        push = start_push(self._router, self._peer, slices, self._grant, deadline_s=self._deadline_s, note=None)
-        self._pushes.append(push)
-        return push
-
-    def cancel(self) -> None:
-        """Cancels every push."""
-        for push in self._pushes:
-            push.cancel()
+    def push(self, slices: Sequence[Slice]) -> None:
+        """These slices hold their final bytes now. Raises :class:`Bug` for one that is not of our memory."""
+        self._ready += range(len(self._slices), len(self._slices) + len(slices))
+        self._slices += slices
+        self._pump()
 
     async def close(self, *, notify: bytes | None = None) -> PushResult:
-        """The result of all pushes, in order. Then, if all arrived, tells the receiver ``notify``."""
-        results = await _all(self._pushes)
-        statuses = [status for result in results for status in result.slices]
-        paths = dict.fromkeys(path for result in results for path in result.path.split("+") if path)
-        note_error = None
-        if notify is not None and all(result.ok for result in results):
-            told = await start_push(self._router, self._peer, (), self._grant, deadline_s=self._deadline_s, note=notify)
-            note_error = told.note_error
-        return PushResult(statuses, note_error, sum(result.nbytes for result in results),
-                          host_clock_s() - self._started_s, "+".join(paths))
+        """The result of everything, in order, once all has ended; then, if all arrived, tells the receiver ``notify``.
 
+        A slice that was not sent, since an earlier one broke the stream, has that one's error.
+        """
+        await self._idle.wait()
+        if notify is None or self.broken.done():
+            return self._result(None)
+        return self._result(await self._start((), notify))
 
-async def _all(pushes: Iterable[Push]) -> list[PushResult]:
-    try:
-        return [await push for push in pushes]
-    except asyncio.CancelledError:
-        for push in pushes:
+    async def stop(self) -> None:
+        """Sends nothing more and returns once nothing is on its way. Idempotent."""
+        self._ready.clear()
+        for push in list(self._flying):
             push.cancel()
-        for push in pushes:
-            await push
-        raise
+        await self._idle.wait()
+        self.broken.cancel()
+
+    def _pump(self) -> None:
+        while self._ready and len(self._flying) < STREAM_PUSHES and not self.broken.done():
+            indexes, self._ready = self._ready, []
+            self._began_s = self._began_s or host_clock_s()
+            self._idle.clear()
+            push = self._start([self._slices[i] for i in indexes], None)
+            self.pushes += 1
+            self._flying[push] = indexes
+            push.call_when_done(self._ended)
+        if not self._flying:
+            self._idle.set()
+
+    def _ended(self, push: Push) -> None:
+        result, indexes = push.result, self._flying.pop(push)
+        assert result is not None
+        for index, status in zip(indexes, result.slices, strict=True):
+            self._statuses[index] = status
+            if status.error is None:
+                continue
+            self._attempts[index] += 1
+            if isinstance(status.error, ChecksumMismatch) and self._attempts[index] < MAX_SENDS:
+                self._ready.append(index)  # the source is intact, so sending it again is right
+            elif not self.broken.done():
+                self.broken.set_result(status.error)
+        self._pump()
+
+    def _result(self, note: PushResult | None) -> PushResult:
+        error = self.broken.result() if self.broken.done() and not self.broken.cancelled() else None
+        statuses = [self._statuses.get(i) or SliceStatus(item, error) for i, item in enumerate(self._slices)]
+        paths = dict.fromkeys(status.path for status in statuses if status.error is None and status.path)
+        return PushResult(
+            statuses, None if note is None else note.note_error, sum(status.nbytes for status in statuses),
+            host_clock_s() - self._began_s if self._began_s else 0.0, "+".join(paths))

@@ -12,7 +12,7 @@ import msgspec
 from shared.clock import Clock
 from shared.ids import Incarnation, WorkerId
 from shared.messages import Endpoint
-from shared.transfer import copy, nvlink, shm, tcp
+from shared.transfer import copy, nvlink, rdma, shm, tcp
 from shared.transfer.lane import Lane, Sender
 from shared.transfer.link import Link
 from shared.transfer.plan import (
@@ -61,7 +61,7 @@ class Router:
     """
 
     def __init__(self, lanes: Mapping[str, MakeLane], sender: Sender, settings: TransferSettings, clock: Clock,
-                 own: Endpoint) -> None:
+                 own: Endpoint, counts: Counts) -> None:
         self._lanes, self._sender, self._settings, self._clock = lanes, sender, settings, clock
         self._own = own
         #: {(peer, its incarnation, path, address): link}; a peer's former incarnations have none
@@ -72,7 +72,7 @@ class Router:
         #: {(peer, is it for bytes of a GPU): (how it is reached, is it in this process, routes when none was paused)}
         self._routes: dict[tuple[WorkerId, bool], tuple[Endpoint, bool, Routes]] = {}
         self._sent_slices = 0
-        self.counts = Counts()
+        self.counts = counts
         self.pushes: set[Push] = set()
         """On their way."""
         self.closed = False
@@ -87,7 +87,7 @@ class Router:
         self._own = own
         self._routes.clear()
 
-    def routes(self, peer: Endpoint, slices: Sequence[Slice] = ()) -> Routes:
+    def routes(self, peer: Endpoint, slices: Sequence[Slice]) -> Routes:
         """Paths to ``peer`` for ``slices``, best first; the first is counted as chosen."""
         same_process = copy.is_local(peer)
         own, segments = self._own, self._sender.segments
@@ -129,8 +129,9 @@ class Router:
         if link is None:
             self._retire(peer)
             settings, local = self._settings, peer.host == self.own.host
-            # Within a host a second TCP connection only takes a processor from the first one's receiver.
-            single = choice.path in (copy.PATH, nvlink.PATH) or (choice.path == tcp.PATH and local)
+            # Within a host a second TCP connection only takes a processor from the first one's receiver; a lane of
+            # RDMA uses all cards by itself.
+            single = choice.path in (copy.PATH, nvlink.PATH, rdma.PATH) or (choice.path == tcp.PATH and local)
             link = self._links[key] = Link(
                 partial(self._lanes[choice.path], self._sender, peer, choice.address),
                 max_lanes=1 if single else settings.lanes,

@@ -1,4 +1,4 @@
-"""How a worker's transfer engine is set up; a service embeds this in its own settings."""
+"""How a worker's transfer engine is set up. A worker's settings embed this: to operators each has the prefix ``transfer_``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from shared.settings import BYTES, SECONDS
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One frozen value per engine."""
 
-    paths: Annotated[tuple[str, ...], Meta(description="Transports that may be used, best first: copy, shm, tcp.")] = (
-        "copy", "shm", "tcp")
-    bind_host: Annotated[str, Meta(description="Address the TCP data plane listens on; its port is always a free one.")] = "127.0.0.1"
-    advertise_host: Annotated[str, Meta(description="Address peers connect to; empty for bind_host, or this host's outward address when bind_host is a wildcard.")] = ""
+    paths: Annotated[tuple[str, ...], Meta(description="Transports that may be used, best first: copy, nvlink, shm, rdma, tcp.")] = (
+        "copy", "nvlink", "shm", "rdma", "tcp")
+    host: Annotated[str, Meta(description="Address the TCP data plane listens on; its port is always a free one.")] = "127.0.0.1"
+    advertise: Annotated[str, Meta(description="Address peers connect to; empty for the address bound, or this host's outward address when that is a wildcard.")] = ""
     host_id: Annotated[str, Meta(description="Identity of this host, equal where memory can be shared; empty for the kernel's boot id.")] = ""
-    socket_dir: Annotated[str, Meta(description="Directory of the unix socket that hands out segments; empty for a private temporary one.")] = ""
+    socket_dir: Annotated[str, Meta(description="Directory of the unix sockets that serve peers on this host; empty for a private one. Containers of one host share a volume here.")] = ""
     checksums: Annotated[Literal["auto", "on", "off"], Meta(description="xxh3 of every piece, verified by the receiver: auto for TCP between hosts only, on, off.")] = "auto"
     huge_pages: Annotated[bool, Meta(description="Put registered memory on huge pages when enough of them are free.")] = False
+    rdma_devices: Annotated[tuple[str, ...], Meta(description="RDMA devices that may be used; empty for all with an active port.")] = ()
+    rdma_gid_index: Annotated[int, Meta(description="Entry of each RDMA device's GID table to speak from; -1 chooses the one that holds the address in use.", ge=-1)] = -1
     lanes: Annotated[int, Meta(description="Most connections to one peer on one path.", ge=1, le=64)] = 2
     max_inflight: Annotated[int, Meta(description="Bytes sent to one peer and not acknowledged; more wait their turn.", ge=1, extra=BYTES)] = 64 << 20
     max_connections: Annotated[int, Meta(description="Connections accepted at the same time; more are refused.", ge=1)] = 512

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
-
-from prometheus_client import Counter as CounterMetric
-from prometheus_client import Histogram
+from dataclasses import dataclass
 
 from shared.telemetry import metrics
 from shared.transfer.plan import Routes
 from shared.transfer.types import PushResult
+
+MAX_FRESH = 4096
+"""Notes that are kept before they are counted in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +39,75 @@ class Statistics:
     """Inbound connections."""
 
 
-@dataclass(slots=True)
 class Counts:
-    """The sending side's counters."""
+    """An engine's counters, and its part of the process's metrics.
 
-    pushes: Counter[str] = field(default_factory=Counter)
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    failovers: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    What happens at each push is only noted; :meth:`flush` does the counting, beside the path of any push.
+    Any thread may note.
+    """
+
+    def __init__(self, received_bytes: Mapping[str, int]) -> None:
+        self._received_bytes = received_bytes
+        self._reported: Counter[str] = Counter()
+        self._fresh: deque[Routes | PushResult | tuple[str, str]] = deque()
+        self._lock = threading.Lock()
+        self.pushes: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.failovers: Counter[tuple[str, str]] = Counter()
 
     def chose(self, routes: Routes) -> None:
         """A push starts by the first of these, if there is one."""
-        if not routes.choices:
-            _choice_counter("none", "no way", ()).inc()
-            return
-        best = routes.choices[0]
-        # Paused ones stand last, so this one looks at them only when there are any.
-        paused = tuple(choice.path for choice in routes.choices if choice.paused) if routes.choices[-1].paused else ()
-        _choice_counter(best.path, best.reason, paused).inc()
+        self._fresh.append(routes)
 
     def ended(self, result: PushResult) -> None:
-        """A push has its result. Any thread."""
+        """A push has its result."""
+        self._fresh.append(result)
+        if len(self._fresh) > MAX_FRESH:
+            self.flush()
+
+    def failed_over(self, before: str, after: str) -> None:
+        """A push goes on by another path."""
+        self._fresh.append((before, after))
+
+    def flush(self) -> None:
+        """Counts what was noted. To be called a few times a second, and before the counters are read."""
+        with self._lock:
+            while self._fresh:
+                match self._fresh.popleft():
+                    case Routes() as routes:
+                        _count_choice(routes)
+                    case PushResult() as result:
+                        self._count_result(result)
+                    case (before, after):
+                        self.failovers[before, after] += 1
+                        metrics.TRANSFER_FAILOVERS.labels(before, after).inc()
+            for path, nbytes in list(self._received_bytes.items()):
+                metrics.TRANSFER_BYTES.labels(path, "received").inc(nbytes - self._reported[path])
+                self._reported[path] = nbytes
+
+    def _count_result(self, result: PushResult) -> None:
         paths = result.path.split("+") if result.path else []
         for path in paths:
             nbytes = result.nbytes if len(paths) == 1 else sum(
                 status.nbytes for status in result.slices if status.path == path)
-            with self._lock:
-                self.pushes[path] += 1
-                self.sent_bytes[path] += nbytes
-            histogram, counter = _sent_metrics(path)
-            histogram.observe(result.seconds)
-            counter.inc(nbytes)
+            self.pushes[path] += 1
+            self.sent_bytes[path] += nbytes
+            metrics.TRANSFER_SECONDS.labels(path).observe(result.seconds)
+            metrics.TRANSFER_BYTES.labels(path, "sent").inc(nbytes)
         if result.error is None:
             return
         for status in result.slices:
             if status.error is not None:
-                with self._lock:
-                    self.failures[status.error.code] += 1
+                self.failures[status.error.code] += 1
                 metrics.TRANSFER_FAILURES.labels(status.path or "none", status.error.code).inc()
 
-    def failed_over(self, before: str, after: str) -> None:
-        """A push goes on by another path."""
-        self.failovers[before, after] += 1
-        metrics.TRANSFER_FAILOVERS.labels(before, after).inc()
 
-
-@cache
-def _choice_counter(path: str, reason: str, paused: tuple[str, ...]) -> CounterMetric:
-    """Choices of ``path``; looked up once."""
-    return metrics.TRANSFER_PATH_CHOICES.labels(path, f"{reason}; paused: {', '.join(paused)}" if paused else reason)
-
-
-@cache
-def _sent_metrics(path: str) -> tuple[Histogram, CounterMetric]:
-    """Seconds of pushes and bytes sent by ``path``; looked up once."""
-    return metrics.TRANSFER_SECONDS.labels(path), metrics.TRANSFER_BYTES.labels(path, "sent")
+def _count_choice(routes: Routes) -> None:
+    if not routes.choices:
+        metrics.TRANSFER_PATH_CHOICES.labels("none", "no way").inc()
+        return
+    best = routes.choices[0]
+    paused = ", ".join(choice.path for choice in routes.choices if choice.paused)
+    reason = f"{best.reason}; paused: {paused}" if paused else best.reason
+    metrics.TRANSFER_PATH_CHOICES.labels(best.path, reason).inc()

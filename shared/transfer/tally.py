@@ -87,6 +87,8 @@ class Tally:
         """How it ended."""
         if self.owes_note:
             self._note_trouble = Trouble(TransferCancelled, "cancelled before the receiver was notified")
+        for index in self.todo:
+            self.troubles.setdefault(index, Trouble(TransferCancelled, "cancelled before it was sent"))
         statuses, nbytes, troubles = [], 0, self.troubles
         for i, item in enumerate(self.slices):
             error = None

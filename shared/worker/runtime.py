@@ -25,7 +25,7 @@ from shared.messages import Hello, Load, Role
 from shared.models import ModelDir, cache_spec, resolve
 from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
-from shared.transfer import TransferEngine, TransferSettings
+from shared.transfer import TransferEngine
 from shared.units import format_bytes
 from shared.worker.presence import Presence
 from shared.worker.settings import WorkerSettings
@@ -77,14 +77,9 @@ async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Wor
         raise SettingError("pool_bytes", format_bytes(settings.pool_bytes),
                            f"room for at least {_FEWEST_BLOCKS} blocks of {format_bytes(spec.block_bytes)}")
     clock = SystemClock()
-    transfer_settings = TransferSettings(
-        bind_host=settings.transfer_host, advertise_host=settings.transfer_advertise, paths=settings.transfer_paths,
-        socket_dir=settings.transfer_socket_dir, corrupt_every=settings.transfer_corrupt_every,
-        host_id=settings.host_id,
-    )
     async with (
         NatsBus.connect(settings.nats_url, name=worker, credentials=settings.nats_credentials) as bus,
-        TransferEngine.open(worker=worker, incarnation=incarnation, settings=transfer_settings) as transfer,
+        TransferEngine.open(worker=worker, incarnation=incarnation, settings=settings.transfer) as transfer,
     ):
         segment = transfer.register(SEGMENT, num_blocks * spec.block_bytes)
         began_s = time.monotonic()

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from shared.settings import BYTES, CommonSettings
+from shared.transfer.settings import TransferSettings
 
 
 class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
@@ -20,9 +21,5 @@ class WorkerSettings(CommonSettings, frozen=True, kw_only=True):
     pool_bytes: Annotated[int, Meta(description="Memory for KV blocks: running requests and cache together.", gt=0, extra=BYTES)] = 1 << 30
     block_tokens: Annotated[int, Meta(description="Tokens of a block; the same on all workers of a model.", ge=1)] = 64
     chunk_tokens: Annotated[int, Meta(description="Most new tokens of one forward pass; a multiple of block_tokens.", ge=1)] = 256
-    transfer_host: Annotated[str, Meta(description="Address the TCP data plane binds.")] = "127.0.0.1"
-    transfer_advertise: Annotated[str, Meta(description="Address peers reach it by; empty for transfer_host.")] = ""
-    transfer_paths: Annotated[tuple[str, ...], Meta(description="Transports that may be used, in order of preference.")] = ("copy", "shm", "tcp")
-    transfer_socket_dir: Annotated[str, Meta(description="Directory of the sockets that hand out shared memory; empty for a private one. Containers of one host share a volume here.")] = ""
-    transfer_corrupt_every: Annotated[int, Meta(description="For tests: flip a byte in every nth slice sent; 0 for never.", ge=0)] = 0
-    host_id: Annotated[str, Meta(description="Identity of the host; equal ids mean shared memory. Empty for the boot id.")] = ""
+    transfer: TransferSettings = TransferSettings()
+    """The settings of the transfer engine, ``transfer_…``."""

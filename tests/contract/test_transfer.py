@@ -40,13 +40,16 @@ from shared.transfer import (
     host_id,
 )
 from shared.transfer.addresses import host_clock_s, join_address, split_address
+from shared.transfer.verbs import nics
 from shared.transfer.wire import Closed, Connection
 from tests.support.eventually import eventually
 
 NBYTES = 1 << 20
 OP = OperationId("op")
-PATHS = ["copy", "shm", "tcp"]
-STREAMS = ["shm", "tcp"]
+RDMA = ["rdma"] if nics() else []
+"""Where there is a device; ``tests/rdma`` runs this file where there is one."""
+PATHS = ["copy", "shm", "tcp", *RDMA]
+STREAMS = ["shm", "tcp", *RDMA]
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Pair:
     source: memoryview
     target: memoryview
 
-    async def push(self, grant: Grant, *slices: tuple[int, int, int], timeout_s: float = 10.0) -> Any:
+    async def push(self, grant: Grant, *slices: tuple[int, int, int], timeout_s: float = 60.0) -> Any:
         """``slices``: (local offset, remote offset, length)."""
         return await self.sender.push(
             self.receiver.endpoint, [Slice("kv", local, of(remote, length)) for local, remote, length in slices],
@@ -118,8 +121,8 @@ class RawSender:
 
 
 def dial(endpoint: Endpoint, path: str) -> socket.socket:
-    if path == "tcp":
-        return socket.create_connection(split_address(endpoint.tcp), timeout=5)
+    if path in ("tcp", "rdma"):
+        return socket.create_connection(split_address(getattr(endpoint, path)), timeout=5)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(5)
     sock.connect(endpoint.shm)
@@ -588,9 +591,40 @@ async def test_a_stream_with_a_bad_layer_says_which_and_notifies_nobody(path: st
         stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 2000)), timeout_s=10)
         for layer in range(3):
             stream.push([Slice("kv", layer * 1000, of(layer * 1000, 1000))])
+        assert isinstance(await asyncio.wait_for(stream.broken, 5), GrantRefused)
+        stream.push([Slice("kv", 0, of(0, 1000))])
         result = await stream.close(notify=b"no")
-        assert [status.error is None for status in result.slices] == [True, True, False] and result.note_error is None
-        assert not pair.receiver._notifications
+        assert [type(status.error) for status in result.slices] == [type(None), type(None), GrantRefused, GrantRefused]
+        assert result.note_error is None and not pair.receiver._notifications
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_sends_damaged_slices_again(path: str) -> None:
+    async with opened(path, corrupt_every=4) as pair:
+        stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 10_000)))
+        for layer in range(10):
+            stream.push([Slice("kv", layer * 1000, of(layer * 1000, 1000))])
+        result = await stream.close()
+        assert result.ok and result.nbytes == 10_000 and pair.covered(0, 10_000)
+        assert pair.sender.statistics().failures["checksum"] > 0
+
+
+async def test_a_stream_that_is_damaged_again_and_again_gives_up() -> None:
+    async with opened("tcp", corrupt_every=1) as pair:
+        stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 1000)))
+        stream.push([Slice("kv", 0, of(0, 1000))])
+        assert isinstance((await stream.close()).error, ChecksumMismatch)
+        assert pair.sender.statistics().failures == {"checksum": 3}
+
+
+async def test_a_stopped_stream_sends_nothing_more() -> None:
+    async with opened("tcp", nbytes=16 << 20) as pair:
+        stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 16 << 20)))
+        for i in range(8):
+            stream.push([Slice("kv", i << 21, of(i << 21, 2 << 20))])
+        await stream.stop()
+        arrived = pair.receiver.received_bytes(OP)
+        assert arrived < 16 << 20 and not pair.receiver._ledger.overdue(float("inf"))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -749,10 +783,10 @@ async def test_no_common_path_says_why_for_each() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "name"), [
-    ({"paths": ("pigeon",)}, "paths"),
-    ({"bind_host": "203.0.113.7"}, "bind_host"),
-    ({"socket_dir": "/tmp/" + "x" * 120}, "socket_dir"),
-    ({"socket_dir": "/nowhere"}, "socket_dir"),
+    ({"paths": ("pigeon",)}, "transfer_paths"),
+    ({"host": "203.0.113.7"}, "transfer_host"),
+    ({"socket_dir": "/tmp/" + "x" * 120}, "transfer_socket_dir"),
+    ({"socket_dir": "/nowhere"}, "transfer_socket_dir"),
 ])
 async def test_wrong_settings_are_named(wrong: dict[str, Any], name: str) -> None:
     with pytest.raises(SettingError, match=name):

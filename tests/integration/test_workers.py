@@ -14,6 +14,7 @@ from shared.bus.nats import NatsBus
 from shared.engine.pull import pull
 from shared.ids import WorkerId
 from shared.messages import Refused, Reserved, Sampling
+from shared.transfer import TransferSettings
 from tests.support.eventually import Eventually
 from tests.support.workers import Asker, Workers, open_workers
 
@@ -61,7 +62,7 @@ async def test_cold_warm_and_fetched_answers_are_the_same(workers: Workers, even
 @pytest.mark.parametrize("path", ["copy", "shm", "tcp"])
 async def test_every_path_gives_the_same_answer(nats_url: str, cache: Path, path: str) -> None:
     tokens = prompt(75, seed=2)
-    async with open_workers(nats_url, cache, transfer_paths=(path,)) as workers:
+    async with open_workers(nats_url, cache, transfer=TransferSettings(paths=(path,))) as workers:
         cold = await workers.asker.ask(workers.p1, workers.d1, tokens)
         fetched = await workers.asker.ask(workers.p2, workers.d1, tokens, sources=[(workers.p1, 0, 4)])
         assert cold.tokens == fetched.tokens
@@ -116,7 +117,7 @@ async def test_an_owner_that_is_gone_costs_no_wait(workers: Workers) -> None:
 
 async def test_corrupt_blocks_are_computed_and_corrupt_layers_sent_again(nats_url: str, cache: Path) -> None:
     tokens = prompt(120, seed=8)
-    every = {"prefill-1": {"transfer_corrupt_every": 5}}
+    every = {"prefill-1": {"transfer": TransferSettings(corrupt_every=5)}}
     async with open_workers(nats_url, cache, settings=every) as workers:
         reference = await workers.asker.ask(workers.p2, workers.d1, tokens, salt="reference")
         pushed = await workers.asker.ask(workers.p1, workers.d1, tokens)
