@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import mmap
 import os
 import resource
 import shutil
-import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
-from rich.text import Text
+import msgspec
 
+from services.cli import doctor_transfer
+from services.cli.findings import Finding, Verdict, judge
 from services.cli.output import console
 from services.launcher.plan import LEAST_POOL_BYTES
 from services.launcher.resources import measure
@@ -30,14 +27,11 @@ from shared.catalog.settings import CatalogSettings
 from shared.errors import MoonbusError, UserError
 from shared.models import resolve
 from shared.settings import load
-from shared.stack_state import find_stack
+from shared.stack_state import StackState, find_stack
 from shared.units import format_bytes
-
-Verdict = Literal["ok", "warn", "fail"]
 
 LEAST_DISK_BYTES = 2 * 2**30
 LEAST_FILES = 1024
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 #: {package: what it is for, the extra that brings it}
 _PACKAGES = {
     "torch": ("prefill and decode", "engine"),
@@ -48,33 +42,31 @@ _PACKAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    verdict: Verdict
-    what: str
-    found: str
-    advice: str = ""
-
-
 def doctor(settings: Settings) -> int:
     """Prints every finding; 1 when one of them is a failure."""
-    worst = 0
-    for finding in examine(settings):
-        line = Text()
-        line.append(f"{finding.verdict:4} ", style=_COLOURS[finding.verdict])
-        line.append(f"{finding.what}: {finding.found}")
-        console.print(line, soft_wrap=True)
-        if finding.advice:
-            console.print(Text(f"     {finding.advice}", style="dim"), soft_wrap=True)
-        worst = max(worst, finding.verdict == "fail")
-    return int(worst)
+    failed = False
+    for title, findings in sections(settings):
+        if title:
+            console.print(f"\n{title}", style="bold")
+        for finding in findings:
+            finding.show()
+            failed |= finding.verdict == "fail"
+    return int(failed)
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
-    """Every check, in the order of a start. None of them changes anything."""
+def sections(settings: Settings) -> Iterator[tuple[str, Iterator[Finding]]]:
+    """Every check under its title, in the order of a start. None of them changes anything."""
     running = find_stack(settings.data_path())
+    yield "", _stack(settings, running)
+    yield "Transfer: paths of this host, best first", doctor_transfer.examine_host()
+    chosen = settings.nats_url != Settings().nats_url
+    if chosen or running is not None:
+        url = settings.nats_url if chosen or running is None else running.nats_url
+        common = msgspec.structs.replace(settings, nats_url=url)
+        yield "Transfer: path of each pair of running workers", doctor_transfer.examine_pairs(common)
+
+
+def _stack(settings: Settings, running: StackState | None) -> Iterator[Finding]:
     yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
     yield from _packages()
     if running is not None:
@@ -86,8 +78,6 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _postgres(running.postgres_url if running else "")
     yield _model(settings)
     yield from _devices()
-    yield _rdma()
-    yield _memfd()
     yield _memory(settings)
     yield _disk("data directory", settings.data_path())
     yield _disk("model cache", settings.cache_path())
@@ -104,7 +94,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _port(settings: Settings) -> Finding:
-    return _judge("port", lambda: check_port(settings.host, settings.port), f"{settings.host}:{settings.port} is free")
+    return judge("port", lambda: check_port(settings.host, settings.port), f"{settings.host}:{settings.port} is free")
 
 
 def _nats(settings: Settings, running_url: str) -> Finding:
@@ -117,7 +107,7 @@ def _nats(settings: Settings, running_url: str) -> Finding:
         async with NatsBus.connect(url, name="moonbus doctor", credentials=settings.nats_credentials):
             pass
 
-    return _judge("NATS", lambda: asyncio.run(greet()), f"answers at {url}")
+    return judge("NATS", lambda: asyncio.run(greet()), f"answers at {url}")
 
 
 def _postgres(running_url: str) -> Finding:
@@ -156,39 +146,6 @@ def _devices() -> Iterator[Finding]:
         yield Finding("ok", "cuda", "no GPU; workers compute on the CPU")
 
 
-def _rdma() -> Finding:
-    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    if not devices:
-        return Finding("ok", "rdma", "no device; transfers use shared memory and TCP")
-    if importlib.util.find_spec("pyverbs") is None:
-        return Finding("warn", "rdma", f"{', '.join(devices)} found, but pyverbs is not importable",
-                       "install your distribution's python3-pyverbs")
-    if not os.access("/dev/infiniband", os.R_OK | os.X_OK):
-        return Finding("warn", "rdma", f"{', '.join(devices)} found, but /dev/infiniband is not accessible",
-                       "add your user to the group that owns it")
-    return Finding("ok", "rdma", ", ".join(devices))
-
-
-def _memfd() -> Finding:
-    def share() -> None:
-        descriptor = os.memfd_create("moonbus-doctor")
-        try:
-            os.ftruncate(descriptor, mmap.PAGESIZE)
-            with mmap.mmap(descriptor, mmap.PAGESIZE):
-                pass
-        finally:
-            os.close(descriptor)
-        left, right = socket.socketpair(socket.AF_UNIX)
-        left.close()
-        right.close()
-
-    try:
-        share()
-    except OSError as error:
-        return Finding("warn", "shared memory", f"memfd does not work ({error.strerror}); transfers use TCP")
-    return Finding("ok", "shared memory", "memfd works")
-
-
 def _memory(settings: Settings) -> Finding:
     free, workers = measure().memory_bytes, settings.prefill + settings.decode
     least = workers * (LEAST_POOL_BYTES + 2**30)
@@ -213,11 +170,3 @@ def _files() -> Finding:
     if soft < LEAST_FILES:
         return Finding("warn", "open files", f"at most {soft}", f"run: ulimit -n {min(hard, 65536)}")
     return Finding("ok", "open files", f"at most {soft}")
-
-
-def _judge(what: str, check: Callable[[], object], fine: str) -> Finding:
-    try:
-        check()
-    except UserError as error:
-        return Finding("fail", what, str(error))
-    return Finding("ok", what, fine)

@@ -20,18 +20,19 @@ class ServeCommand(TyperCommand):
     """A command whose help ends with the service's settings."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from rich.table import Table
+        from rich.table import Column, Table
 
         from services.cli.output import console
 
         super().format_help(ctx, formatter)
         service = str(self.name)
-        table = Table("setting", "default", "meaning", title=f"Settings of {service}", box=None, title_justify="left",
-                      pad_edge=False)
+        table = Table("setting", Column("meaning, variable and default", overflow="fold"), box=None, pad_edge=False,
+                      title=f"Settings of {service}", title_justify="left")
         for field in describe(settings_type(service), service):
-            default = "" if field.default == "" else str(field.default)
-            table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]", default,
-                          f"{field.description}\n[dim]{field.env}[/]")
+            several = isinstance(field.default, (list, tuple))
+            default = ",".join(map(str, field.default)) if several else str(field.default)
+            table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]",
+                          f"{field.description}\n[dim]{field.env}={default}[/]")
         console.print(table)
 
 

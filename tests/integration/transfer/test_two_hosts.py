@@ -38,7 +38,7 @@ def of(first: int, last: int) -> Range:
 
 def engine_at(host: Host, worker: str) -> TransferSettings:
     """All paths are allowed; only their hosts' ids keep the two from sharing memory."""
-    return TransferSettings(bind_host=host.address, host_id=f"host of {worker}", silence_s=0.5)
+    return TransferSettings(host=host.address, host_id=f"host of {worker}", silence_s=0.5)
 
 
 @asynccontextmanager
