@@ -29,6 +29,7 @@ from shared.errors import Bug
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor as Tensor  # for the other modules, which know no torch
 
 STAGE_BYTES = 4 << 20
 """One of the two buffers through which a segment is staged: while one is filled, the other is emptied."""

@@ -13,21 +13,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shared.messages import Endpoint
 from shared.transfer import cuda, frames
-from shared.transfer.addresses import host_clock_s
 from shared.transfer.lane import Sender, StreamLane, Transfer
 from shared.transfer.receiver import Receiver, Session
 from shared.transfer.segment import DeviceSegment
 from shared.transfer.shm import MAX_SOURCES, check_clock, connect_unix
 from shared.transfer.wire import Connection
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PATH = "nvlink"
 
@@ -67,6 +62,12 @@ class NvlinkLane(StreamLane):
             [frames.Source(segments[piece.segment].serial, piece.offset) for piece in pieces], [], transfer.deadline_s))
 
 
+    def forget(self, serial: int) -> None:
+        if serial in self._shared:
+            self._shared.discard(serial)
+            self._jobs.put(lambda connection: connection.send(frames.Detach(serial)))
+
+
 class NvlinkSession(Session):
     """Opens the sender's memory and copies out of it after the claim was admitted."""
 
@@ -74,7 +75,7 @@ class NvlinkSession(Session):
 
     def __init__(self, receiver: Receiver, connection: Connection, name: str) -> None:
         super().__init__(receiver, connection, name)
-        self._sources: dict[int, Tensor] = {}
+        self._sources: dict[int, cuda.Tensor] = {}
         """{serial: memory of the sender, uint8}"""
 
     def greeted(self) -> None:
@@ -86,6 +87,8 @@ class NvlinkSession(Session):
                 self._open(body)
             case frames.Copy():
                 self._copy(body)
+            case frames.Detach():
+                self._sources.pop(body.serial, None)
             case _:
                 raise frames.FrameError(f"a sender does not say {type(body).__name__} over nvlink")
 
@@ -110,12 +113,9 @@ class NvlinkSession(Session):
         finally:  # whatever happens, nothing may write once the claim has ended
             for wait in waits:
                 wait()
-        if host_clock_s() > body.deadline_s:
-            self._refuse(body, "copied after the sender's deadline")
-            return
-        self._commit(body, body.checksums)
+        self._commit_copy(body)
 
-    def _source(self, source: frames.Source, length: int) -> Tensor:
+    def _source(self, source: frames.Source, length: int) -> cuda.Tensor:
         memory = self._sources.get(source.serial)
         if memory is None or source.offset + length > len(memory):
             raise frames.FrameError(f"{length} bytes at {source.offset} of memory {source.serial} were not shared")

@@ -8,16 +8,13 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import Bug
 from shared.transfer import cuda
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 _serials = itertools.count(1)
@@ -104,7 +101,7 @@ class Segment:
     def landed(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """``data``, from :meth:`landing`, is filled."""
 
-    def fetch(self, offset: int, source: Tensor) -> Callable[[], None]:
+    def fetch(self, offset: int, source: cuda.Tensor) -> Callable[[], None]:
         """Begins to copy ``source``, uint8[n] of a GPU, to ``[offset, offset + n)``; call the result to wait."""
         cuda.copy_to_host(self.array[offset:offset + len(source)], source)
         return _nothing
@@ -144,7 +141,7 @@ class DeviceSegment(Segment):
     def landed(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         self.memory.from_host(offset, data)
 
-    def fetch(self, offset: int, source: Tensor) -> Callable[[], None]:
+    def fetch(self, offset: int, source: cuda.Tensor) -> Callable[[], None]:
         return self.memory.copy_from(offset, source)
 
 
