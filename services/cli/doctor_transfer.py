@@ -17,7 +17,9 @@ from shared.bus.subjects import WORKERS
 from shared.errors import MoonbusError
 from shared.messages import Hello, WorkersQuery, WorkersReply
 from shared.settings import CommonSettings, load
-from shared.transfer import TransferSettings, cuda
+from shared.transfer import TransferSettings, cuda, verbs
+from shared.transfer.addresses import advertised_host
+from shared.transfer.fabric import Fabric
 from shared.transfer.plan import choose_paths
 from shared.units import format_bytes
 from shared.worker.settings import WorkerSettings
@@ -32,7 +34,8 @@ def examine_host() -> Iterator[Finding]:
     """Every path, best first: is it there, and if not, why not. Looks at the settings of a prefill worker."""
     settings = load(WorkerSettings, "prefill", whole=False).transfer
     checks: dict[str, Callable[[], Finding]] = {
-        "copy": _copy, "nvlink": _nvlink, "shm": _shm, "rdma": _rdma, "tcp": partial(_tcp, settings)}
+        "copy": _copy, "nvlink": _nvlink, "shm": _shm, "rdma": partial(_rdma, settings),
+        "tcp": partial(_tcp, settings)}
     for path in settings.paths:
         if path in checks:
             yield checks[path]()
@@ -95,21 +98,28 @@ def _huge_pages() -> str:
     return f"{format_bytes(free * 2 * 2**20)} in huge pages are free"
 
 
-def _rdma(sysfs: Path = Path("/sys/class/infiniband")) -> Finding:
-    devices = {path.name: _port_state(path) for path in sorted(sysfs.glob("*"))}
-    if not devices:
-        return Finding("ok", "rdma", "no device")
-    found = ", ".join(f"{name} ({state})" for name, state in devices.items())
-    binding = next((name for name in _BINDINGS if importlib.util.find_spec(name) is not None), "")
-    if not binding:
-        return Finding("warn", "rdma", f"{found}, but no binding of libibverbs can be imported",
-                       "install your distribution's python3-pyverbs")
-    if not os.access("/dev/infiniband", os.R_OK | os.X_OK):
-        return Finding("warn", "rdma", f"{found}, but /dev/infiniband is not accessible",
-                       "add your user to the group that owns it")
-    if "active" not in devices.values():
-        return Finding("warn", "rdma", f"{found}; no port is active", "bring its link up: ip link, rdma link")
-    return Finding("ok", "rdma", f"{found}, through {binding}")
+def _rdma(settings: TransferSettings, sysfs: Path = verbs.SYSFS) -> Finding:
+    """Opens the devices as a worker would, and says which address it speaks from on each."""
+    states = {path.name: _port_state(path) for path in sorted(sysfs.glob("*"))}
+    bindings = [name for name in _BINDINGS if importlib.util.find_spec(name) is not None]
+    binding = f"binding {bindings[0]}" if bindings else "no binding of libibverbs can be imported"
+    if not states:
+        return Finding("ok", "rdma", f"no device; {binding}")
+    found = f"{', '.join(f'{name} is {state}' for name, state in states.items())}; {binding}"
+    if not bindings:
+        return Finding("warn", "rdma", found, "install your distribution's python3-pyverbs")
+    if "active" not in states.values():
+        return Finding("warn", "rdma", found, "bring a link up; `rdma link` shows them")
+    gid_index = settings.rdma_gid_index if settings.rdma_gid_index >= 0 else None
+    try:
+        fabric = Fabric.open({}, devices=settings.rdma_devices, gid_index=gid_index,
+                             host=advertised_host(settings.host, settings.advertise))
+    except verbs.VerbsError as error:
+        return Finding("fail" if settings.rdma_devices else "warn", "rdma", f"{found}; {error.strerror}",
+                       "this user must be able to read and write /dev/infiniband; see MOONBUS_TRANSFER_RDMA_DEVICES")
+    nics = "; ".join(map(str, fabric.nics))
+    fabric.close()
+    return Finding("ok", "rdma", f"{found}; {nics}")
 
 
 def _port_state(device: Path) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from services.cli import doctor_transfer
-from services.cli.findings import Finding
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv import CacheSpec
 from shared.messages import Endpoint, Hello, Role
+from shared.transfer import TransferSettings
 
 SPEC = CacheSpec(model="m", weights_digest="", tokenizer_digest="", dtype="float32", layers=1, kv_heads=1, head_dim=1,
                  block_tokens=1, max_context=1)
@@ -68,13 +68,14 @@ def test_an_address_that_is_not_this_hosts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rdma_without_a_device(tmp_path: Path) -> None:
-    assert doctor_transfer._rdma(tmp_path / "none") == Finding("ok", "rdma", "no device")
+    finding = doctor_transfer._rdma(TransferSettings(), tmp_path / "none")
+    assert finding.verdict == "ok" and finding.found.startswith("no device; ")
 
 
 def test_rdma_tells_the_state_of_each_port(tmp_path: Path) -> None:
-    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+    for name, state in (("mlx5_0", "1: DOWN"), ("mlx5_1", "2: INIT")):
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
-    found = doctor_transfer._rdma(tmp_path).found
-    assert found.startswith("mlx5_0 (active), mlx5_1 (down)")
+    finding = doctor_transfer._rdma(TransferSettings(), tmp_path)
+    assert finding.verdict == "warn" and finding.found.startswith("mlx5_0 is down, mlx5_1 is init; ")
