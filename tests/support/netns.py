@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +40,6 @@ class Host:
 
     namespace: str
     address: str
-
-    @property
-    def inside(self) -> Sequence[str]:
-        """Prefix of a command that is to run there."""
-        return ("ip", "netns", "exec", self.namespace)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,25 @@
 """A transfer engine in a process of its own, driven by a test: one JSON line in, one JSON line out.
 
 ``async with peer("b", settings) as b:`` starts one. It can be killed, stopped and continued like any process, and
-it can live in a network namespace. Run as a program, this is that process.
+it can live in a network namespace. Peers are forked by a nursery, a process that has imported everything (run as a
+program, this is it): to start an interpreter for each would take most of the tests' time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import traceback
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +28,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from shared.ids import Incarnation, OperationId, WorkerId
+from shared.ids import HostId, Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Grant, Range
 from shared.transfer import Slice, TransferEngine, TransferSettings
 from shared.transfer.addresses import join_address
@@ -173,26 +176,53 @@ class PeerDied(Exception):
     """The process ended, or its engine raised."""
 
 
+class Birth(msgspec.Struct):
+    """What the nursery is asked for; the peer's end of a socket pair rides along."""
+
+    worker: str
+    incarnation: str
+    settings: TransferSettings
+    namespace: str
+    """Name of the network namespace to live in; empty for the nursery's own."""
+
+
+_nurseries: list[socket.socket] = []
+"""The connection to the nursery, while there is one."""
+
+
+@contextmanager
+def nursery() -> Iterator[None]:
+    """Peers can be started inside."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.transfer_peer", str(theirs.fileno())], cwd=ROOT,
+                pass_fds=[theirs.fileno()], env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})  # a fork has one thread
+        _nurseries.append(ours)
+        try:
+            yield
+        finally:
+            _nurseries.remove(ours)
+            process.kill()
+            process.wait()
+
+
 class Peer:
     """The test's side. Its questions are asked one after the other."""
 
-    def __init__(self, process: Process, worker: str) -> None:
-        self._process = process
+    def __init__(self, worker: str, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.worker, self.pid = worker, pid
+        self._reader, self._writer = reader, writer
+        self._descriptor = os.pidfd_open(pid)
         self._asking = asyncio.Lock()
-        self.worker = worker
-        self.endpoint = Endpoint(worker=WorkerId(""), incarnation=Incarnation(""), host="")  # type: ignore[arg-type]
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
+        self.endpoint = Endpoint(worker=WorkerId(""), incarnation=Incarnation(""), host=HostId(""))
 
     async def ask(self, command: Command, of: type[T]) -> T:
         """Raises :class:`PeerDied`."""
         async with self._asking:
-            assert self._process.stdin is not None
-            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-            await self._process.stdin.drain()
+            self._writer.write(msgspec.json.encode(command) + b"\n")
+            await self._writer.drain()
             return msgspec.convert(await self._read(), of)
 
     async def greeted(self) -> None:
@@ -253,20 +283,32 @@ class Peer:
 
     async def stop(self) -> None:
         """SIGSTOP; returns once every thread stands still."""
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         await eventually(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
 
     def go_on(self) -> None:
         """SIGCONT."""
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL."""
-        self._process.kill()
+        self._signal(signal.SIGKILL)
 
     async def buried(self) -> None:
         """Returns once the process is gone."""
-        await self._process.wait()
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._descriptor, gone.set)
+        await gone.wait()
+        loop.remove_reader(self._descriptor)
+
+    async def end(self) -> None:
+        """Kills it if it lives, and lets go of it."""
+        self.kill()
+        await self.buried()
+        os.close(self._descriptor)
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
 
     def memory_bytes(self) -> int:
         """Its private memory; segments are not part of it."""
@@ -277,11 +319,14 @@ class Peer:
         """How many descriptors it has open."""
         return int(psutil.Process(self.pid).num_fds())
 
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
     async def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        line = await self._reader.readline()
         if not line:
-            raise PeerDied(f"peer {self.worker} ended with {await self._process.wait()}")
+            raise PeerDied(f"peer {self.worker} has ended")
         reply = msgspec.json.decode(line, type=Reply)
         if reply.failure:
             raise PeerDied(f"peer {self.worker}: {reply.failure}")
@@ -290,21 +335,19 @@ class Peer:
 
 @asynccontextmanager
 async def peer(worker: str, settings: TransferSettings, *, incarnation: str = "1",
-               inside: Sequence[str] = ()) -> AsyncIterator[Peer]:
-    """A running peer; ``inside`` is a command that runs another one, such as ``ip netns exec NAME``."""
-    process = await asyncio.create_subprocess_exec(
-        *inside, sys.executable, "-m", "tests.support.transfer_peer", worker, incarnation,
-        msgspec.json.encode(settings).decode(), cwd=ROOT, stdin=PIPE, stdout=PIPE, limit=1 << 24)
+               namespace: str = "") -> AsyncIterator[Peer]:
+    """A running peer, in a :func:`nursery`."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        birth = msgspec.json.encode(Birth(worker, incarnation, settings, namespace))
+        socket.send_fds(_nurseries[-1], [birth], [theirs.fileno()])
+    pid = int(_nurseries[-1].recv(32))
+    started = Peer(worker, pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 24))
     try:
-        started = Peer(process, worker)
         await started.greeted()
         yield started
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+        await started.end()
 
 
 def cut_connections(address: str) -> int:
@@ -415,29 +458,61 @@ def engine_covers(engine: TransferEngine, operation: OperationId, segment: str, 
     return engine.covered(operation, Range(segment=segment, offset=offset, length=length))
 
 
-def _say(reply: Reply) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-async def _serve(worker: str, incarnation: str, settings: TransferSettings) -> None:
+async def _serve(birth: Birth, sock: socket.socket) -> None:
     commands = msgspec.json.Decoder(Command)
+    reader, writer = await asyncio.open_unix_connection(sock=sock, limit=1 << 24)
+
+    def say(reply: Reply) -> None:
+        writer.write(msgspec.json.encode(reply) + b"\n")
+
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(TransferEngine.open(
-            worker=WorkerId(worker), incarnation=Incarnation(incarnation), settings=settings))
+            worker=WorkerId(birth.worker), incarnation=Incarnation(birth.incarnation), settings=birth.settings))
         host = _Host(engine, stack)
-        _say(Reply(engine.endpoint))
-        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+        say(Reply(engine.endpoint))
+        while line := await reader.readline():
             try:
-                _say(Reply(await host.obey(commands.decode(line))))
+                say(Reply(await host.obey(commands.decode(line))))
             except Exception as error:
-                _say(Reply(failure=repr(error)))
+                say(Reply(failure=repr(error)))
+
+
+def _live(birth: Birth, sock: socket.socket) -> None:
+    """What a forked process does with its life."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    timer = threading.Timer(LIFE_S, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+    if birth.namespace:
+        with open(f"/run/netns/{birth.namespace}") as namespace:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter namespace {birth.namespace}")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(birth, sock))
+
+
+def _keep_nursery(requests: socket.socket) -> None:
+    """Forks a peer for each request; ends when the test session does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the peers
+    while True:
+        asked, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 1)
+        if not asked:
+            return
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                requests.close()
+                _live(msgspec.json.decode(asked, type=Birth), socket.socket(fileno=descriptors[0]))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(descriptors[0])
+        requests.send(str(pid).encode())
 
 
 if __name__ == "__main__":
-    _, _worker, _incarnation, _settings = sys.argv
-    _timer = threading.Timer(LIFE_S, os._exit, [1])
-    _timer.daemon = True
-    _timer.start()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as _runner:
-        _runner.run(_serve(_worker, _incarnation, msgspec.json.decode(_settings, type=TransferSettings)))
+    _keep_nursery(socket.socket(fileno=int(sys.argv[1])))

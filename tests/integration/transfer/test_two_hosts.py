@@ -46,8 +46,8 @@ async def far_apart() -> AsyncIterator[tuple[TwoHosts, Peer, Peer]]:
     """A sender and a receiver, 40 ms there and back, one packet in a hundred lost."""
     with two_hosts(delay_s=0.02, loss=0.01) as hosts:
         async with (
-            peer("a", engine_at(hosts.left, "a"), inside=hosts.left.inside) as a,
-            peer("b", engine_at(hosts.right, "b"), inside=hosts.right.inside) as b,
+            peer("a", engine_at(hosts.left, "a"), namespace=hosts.left.namespace) as a,
+            peer("b", engine_at(hosts.right, "b"), namespace=hosts.right.namespace) as b,
         ):
             await a.register("kv", NBYTES, SEED)
             await b.register("kv", NBYTES)
