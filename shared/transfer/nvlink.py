@@ -61,7 +61,6 @@ class NvlinkLane(StreamLane):
             [piece.remote for piece in pieces], transfer.note, proofs,
             [frames.Source(segments[piece.segment].serial, piece.offset) for piece in pieces], [], transfer.deadline_s))
 
-
     def forget(self, serial: int) -> None:
         if serial in self._shared:
             self._shared.discard(serial)
