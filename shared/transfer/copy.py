@@ -90,6 +90,9 @@ class CopyLane:
         if self._pending.close(trouble):
             self._queue.put(None)
 
+    def forget(self, serial: int) -> None:
+        """Nobody else sees the segment."""
+
     def join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()

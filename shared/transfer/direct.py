@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from shared.messages import Endpoint, Grant
-from shared.transfer.addresses import host_clock_s
 from shared.transfer.frames import Ack, FrameError
 from shared.transfer.lane import DIAL_ERRORS, LATE, Sender, StreamLane, Transfer, outcome_of
 from shared.transfer.plan import Batch, Choice
@@ -36,12 +35,14 @@ class _Line:
 
     def send(self, transfer: Transfer) -> None:
         """Blocks until the kernel has it. Raises what the lane raises."""
+        self.connection.set_patience(transfer.deadline_s)
         transfer.id, self._sent = self._sent, self._sent + 1
         self.waiting.append(transfer)
         self.lane.send(self.connection, transfer)
 
-    def hear(self) -> None:
+    def hear(self, deadline_s: float) -> None:
         """Ends the oldest transfer by its answer; answers come in the order of their questions."""
+        self.connection.set_patience(deadline_s)
         body, transfer = self.connection.receive(), self.waiting[0]
         if not isinstance(body, Ack) or body.id != transfer.id:
             raise FrameError(f"{body} is no answer to transfer {transfer.id}")
@@ -75,7 +76,7 @@ class Lines:
             return Transfer(batches[index], grant, deadline_s, note if index == len(batches) - 1 else None, finish)
 
         with self._taken(peer, choice, min(lanes, len(batches))) as lines:
-            trouble = self._exchange(lines, [transfer(i) for i in range(len(batches))], deadline_s)
+            trouble = self._exchange(lines, [transfer(i) for i in range(len(batches))])
         return [outcome if outcome is not None else [trouble] * max(1, len(batch.pieces))
                 for outcome, batch in zip(outcomes, batches, strict=True)]
 
@@ -88,22 +89,19 @@ class Lines:
             for line in lines:
                 line.close()
 
-    def _exchange(self, lines: Sequence[_Line], transfers: Sequence[Transfer], deadline_s: float) -> Trouble:
+    def _exchange(self, lines: Sequence[_Line], transfers: Sequence[Transfer]) -> Trouble:
         """Sends and hears; the trouble of those that got no answer. A line that broke has some that wait."""
         if not lines:
             return _GONE
         try:
             for i, transfer in enumerate(transfers):
-                line, left_s = lines[i % len(lines)], deadline_s - host_clock_s()
-                if left_s <= 0:
-                    return LATE
-                line.connection.set_patience(left_s)
+                line = lines[i % len(lines)]
                 if len(line.waiting) >= WINDOW:
-                    line.hear()
+                    line.hear(transfer.deadline_s)
                 line.send(transfer)
             for line in lines:
                 while line.waiting:
-                    line.hear()
+                    line.hear(line.waiting[0].deadline_s)
         except DIAL_ERRORS as error:
             if isinstance(error, BlockingIOError):  # its patience ended
                 return LATE
@@ -134,7 +132,8 @@ class Lines:
         with self._lock:
             closing = [line for line in lines if line.waiting or line.epoch != self._epoch]
             self._idle.setdefault(key, []).extend(line for line in lines if line not in closing)
-            for former in [other for other in self._idle if other[0].worker == peer.worker and other[0] != peer]:
-                closing += self._idle.pop(former)
+            if len(lines) > len(closing):  # it answers, so what leads to its former lives leads nowhere
+                for former in [other for other in self._idle if other[0].worker == peer.worker and other[0] != peer]:
+                    closing += self._idle.pop(former)
         for line in closing:
             line.close()

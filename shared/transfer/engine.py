@@ -150,10 +150,9 @@ class TransferEngine:
         self._ledger.retire(name, partial(call_on, self._loop, _resolve, quiet))
         await quiet
         del self._segments[name]
+        self.router.forget(segment.serial)
         if self._fabric is not None:
             await asyncio.to_thread(self._fabric.forget, segment.serial)
-        if segment.mappable or isinstance(segment, DeviceSegment):
-            self.router.drop(f"segment {name} was unregistered")  # receivers unmap it with their connection
         segment.close()
 
     def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,

@@ -11,6 +11,7 @@
     WRITE   claim, checksums, payload            (tcp)   ACK     what became of a claim, or why it is refused
     COPY    claim, where its bytes lie with me   (shm, nvlink)
     SHARE   how to open my memory                (nvlink)
+    DETACH  memory that you may let go           (shm, nvlink)
 
 CARDS to DOWN belong to RDMA, whose bytes travel elsewhere: see ``rdma``.
 
@@ -68,6 +69,7 @@ class Kind(IntEnum):
     WRITE = 3
     COPY = 4
     ACK = 5
+    DETACH = 6
     SHARE = 15
     CARDS = 16
     CONNECT = 17
@@ -151,6 +153,12 @@ class Copy(Claim, frozen=True):
     """Serials of the descriptors that ride along, in order."""
     deadline_s: float
     """On the host's monotonic clock: after it the sender may use the memory for something else."""
+
+
+class Detach(Body, frozen=True):
+    """No claim will name the sender's memory ``serial`` any more."""
+
+    serial: Offset
 
 
 class Share(Body, frozen=True):
@@ -245,7 +253,8 @@ class Down(Body, frozen=True):
 
 
 BODIES: dict[Kind, type[Body]] = {
-    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.COPY: Copy, Kind.ACK: Ack, Kind.SHARE: Share,
+    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.WRITE: Write, Kind.COPY: Copy, Kind.ACK: Ack,
+    Kind.DETACH: Detach, Kind.SHARE: Share,
     Kind.CARDS: Cards, Kind.CONNECT: Connect, Kind.CONNECTED: Connected, Kind.BEGIN: Begin, Kind.KEYS: Keys,
     Kind.GO: Go, Kind.ABORT: Abort, Kind.DOWN: Down,
 }

@@ -126,6 +126,10 @@ class Lane(Protocol):
         """Ends every transfer with ``trouble`` and lets the thread stop. Idempotent."""
         ...
 
+    def forget(self, serial: int) -> None:
+        """The segment ``serial`` goes away; no transfer of it is on its way."""
+        ...
+
     def join(self) -> None:
         """Waits, in any thread, for the thread of a failed lane."""
         ...
@@ -272,13 +276,18 @@ class StreamLane(ABC):
         return self._pending.silence_s()
 
     def fail(self, trouble: Trouble) -> None:
-        if not self._pending.close(trouble):
+        if self.failed is not None:
             return
         _log.info("action=lane_failed peer=%s address=%s why=%r", self._peer.worker, self._address, trouble.why)
         if self._connection is not None:
             self._loop.remove_reader(self._connection.readiness())
+            # Before anybody is told: whoever is may change the bytes that a receiver who hears us still would take.
             self._connection.shutdown()
+        self._pending.close(trouble)
         self._jobs.put(None)
+
+    def forget(self, serial: int) -> None:  # noqa: B027  most lanes show nobody any memory
+        """The segment ``serial`` goes away; no transfer of it is on its way."""
 
     def join(self) -> None:
         if self._thread.ident is not None:

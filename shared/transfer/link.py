@@ -159,6 +159,11 @@ class Link:
         for lane, silence_s in silent.items():
             lane.fail(Trouble(PeerGone, f"the peer has been silent for {silence_s:.1f} s"))
 
+    def forget(self, serial: int) -> None:
+        """The segment ``serial`` goes away; no transfer of it is on its way."""
+        for load in self._open:
+            load.lane.forget(serial)
+
     def fail(self, trouble: Trouble) -> list[Lane]:
         """Ends everything on its way; returns the lanes whose threads still run."""
         for lane in self._started:

@@ -16,6 +16,7 @@ from typing import ClassVar
 from shared.clock import Clock
 from shared.ids import HostId, OperationId, WorkerId
 from shared.transfer import frames
+from shared.transfer.addresses import host_clock_s
 from shared.transfer.ledger import Ledger, Refused, Writer
 from shared.transfer.plan import needs_checksums
 from shared.transfer.types import Notification
@@ -131,6 +132,18 @@ class Session(ABC):
             self._receiver.notify(Notification(OperationId(claim.operation), WorkerId(self.sender), claim.note))
         self._connection.send(frames.Ack(claim.id, bad=bad))
         return bad
+
+    def _commit_copy(self, claim: frames.Copy) -> None:
+        """Ends a copy well if the sender's bytes cannot have changed by now.
+
+        They stay as they are until the deadline, or until the sender gives up the connection.
+        """
+        if host_clock_s() > claim.deadline_s:
+            self._refuse(claim, "copied after the sender's deadline")
+        elif self._connection.hung_up():
+            raise Closed
+        else:
+            self._commit(claim, claim.checksums)
 
     def _refuse(self, claim: frames.Claim, why: str) -> None:
         """Ends a claim badly; nothing writes for it any more."""

@@ -42,6 +42,7 @@ PAUSE_S = 1.0
 """How long a path is avoided after it could not connect; doubles up to ``MAX_PAUSE_S``."""
 MAX_PAUSE_S = 32.0
 
+_LinkKey = tuple[WorkerId, Incarnation, str, str]
 MakeLane = Callable[[Sender, Endpoint, str], Lane]
 
 
@@ -64,8 +65,10 @@ class Router:
                  own: Endpoint, counts: Counts) -> None:
         self._lanes, self._sender, self._settings, self._clock = lanes, sender, settings, clock
         self._own = own
-        #: {(peer, its incarnation, path, address): link}; a peer's former incarnations have none
-        self._links: dict[tuple[WorkerId, Incarnation, str, str], Link] = {}
+        #: {(peer, its incarnation, path, address): link}
+        self._links: dict[_LinkKey, Link] = {}
+        #: {peer: the incarnation that answered last}
+        self._lives: dict[WorkerId, Incarnation] = {}
         self._retired: list[Lane] = []
         """Lanes of former incarnations whose threads may still run."""
         self._pauses: dict[tuple[WorkerId, Incarnation, str], _Pause] = {}
@@ -123,11 +126,10 @@ class Router:
         return plan_batches(slices, join=not proven, batch_bytes=batch_bytes)
 
     def link(self, peer: Endpoint, choice: Choice) -> Link:
-        """The link to ``peer`` by that path; ends what leads to its former lives."""
+        """The link to ``peer`` by that path."""
         key = (peer.worker, peer.incarnation, choice.path, choice.address)
         link = self._links.get(key)
         if link is None:
-            self._retire(peer)
             settings, local = self._settings, peer.host == self.own.host
             # Within a host a second TCP connection only takes a processor from the first one's receiver; a lane of
             # RDMA uses all cards by itself.
@@ -142,8 +144,15 @@ class Router:
     def judge(self, peer: Endpoint, choice: Choice, link: Link, gone: Trouble | None) -> None:
         """Pauses a path that does not connect; forgives one that does. ``gone``: why a batch did not get through."""
         key = (peer.worker, peer.incarnation, choice.path)
+        if link.connected and self._lives.get(peer.worker) != peer.incarnation:
+            self._lives[peer.worker] = peer.incarnation
+            self._retire(peer)
         if gone is None or link.connected:
             self._pauses.pop(key, None)
+            return
+        if self._lives.get(peer.worker, peer.incarnation) != peer.incarnation:
+            if (*key, choice.address) in self._links:
+                self._end((*key, choice.address), "the peer has another incarnation")
             return
         former = self._pauses.get(key)
         length_s = min(MAX_PAUSE_S, former.length_s * 2) if former else PAUSE_S
@@ -172,16 +181,16 @@ class Router:
         """Sent and not acknowledged."""
         return sum(link.inflight_bytes for link in self._links.values())
 
-    def drop(self, why: str) -> None:
-        """Cuts every connection; they are made anew when needed."""
+    def forget(self, serial: int) -> None:
+        """The segment ``serial`` goes away; no push of it is on its way."""
         for link in self._links.values():
-            self._retired += link.fail(Trouble(PeerGone, why))
-        self._links.clear()
+            link.forget(serial)
 
     def close(self) -> list[Lane]:
         """Ends everything on its way; returns the lanes to join."""
         self.closed = True
-        self.drop("this engine was closed")
+        for key in list(self._links):
+            self._end(key, "this engine was closed")
         return self._retired
 
     def _paused(self, peer: Endpoint) -> dict[str, str]:
@@ -194,9 +203,11 @@ class Router:
     def _retire(self, peer: Endpoint) -> None:
         """Ends what leads to former lives of ``peer``."""
         self._routes = {key: known for key, known in self._routes.items() if key[0] != peer.worker}
-        former = [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]
         self._retired = [lane for lane in self._retired if lane.alive]
-        for key in former:
-            self._retired += self._links.pop(key).fail(Trouble(PeerGone, "the peer has a new incarnation"))
+        for key in [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]:
+            self._end(key, "the peer has a new incarnation")
         for pause in [key for key in self._pauses if key[0] == peer.worker and key[1] != peer.incarnation]:
             del self._pauses[pause]
+
+    def _end(self, key: _LinkKey, why: str) -> None:
+        self._retired += self._links.pop(key).fail(Trouble(PeerGone, why))

@@ -86,6 +86,11 @@ class ShmLane(StreamLane):
         super().fail(trouble)
         self._free.put(_NO_SLOT)
 
+    def forget(self, serial: int) -> None:
+        if serial in self._attached:
+            self._attached.discard(serial)
+            self._jobs.put(lambda connection: connection.send(frames.Detach(serial)))
+
     def release(self) -> None:
         if self._stage is not None:
             self._stage.close()
@@ -151,27 +156,36 @@ class ShmSession(Session):
         check_clock(self.sender_clock_s)
 
     def handle(self, body: frames.Body) -> None:
-        if not isinstance(body, frames.Copy):
-            raise frames.FrameError(f"a sender does not say {type(body).__name__} over shm")
-        self._attach(body.attached)
-        if self._begin(body) is None:
-            return
-        for span, source in zip(body.spans, body.sources, strict=True):
-            self._ledger.segment_of(span).write(span.offset, self._source(source, span.length))
-        if host_clock_s() > body.deadline_s:
-            self._refuse(body, "copied after the sender's deadline")
-            return
-        self._commit(body, body.checksums)
+        match body:
+            case frames.Copy():
+                self._copy(body)
+            case frames.Detach():
+                source = self._sources.pop(body.serial, None)
+                if source is not None:
+                    source.close()
+            case _:
+                raise frames.FrameError(f"a sender does not say {type(body).__name__} over shm")
 
     def ended(self) -> None:
         for source in self._sources.values():
             source.close()
 
+    def _copy(self, body: frames.Copy) -> None:
+        self._attach(body.attached)
+        if self._begin(body) is None:
+            return
+        for span, source in zip(body.spans, body.sources, strict=True):
+            self._ledger.segment_of(span).write(span.offset, self._source(source, span.length))
+        self._commit_copy(body)
+
     def _attach(self, serials: list[int]) -> None:
         for serial in serials:
             if not self._connection.descriptors or len(self._sources) >= MAX_SOURCES:
                 raise frames.FrameError(f"memory {serial} came without a descriptor, or is one of too many")
-            self._sources[serial] = MappedSegment(self._connection.descriptors.popleft())
+            try:
+                self._sources[serial] = MappedSegment(self._connection.descriptors.popleft())
+            except (OSError, ValueError, OverflowError) as error:  # no memfd, an empty one, one of absurd size
+                raise frames.FrameError(f"memory {serial} cannot be mapped: {error}") from error
 
     def _source(self, source: frames.Source, length: int) -> npt.NDArray[np.uint8]:
         mapped = self._sources.get(source.serial)

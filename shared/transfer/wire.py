@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.transfer import frames
+from shared.transfer.addresses import host_clock_s
 
 Bytes = npt.NDArray[np.uint8]
 READ_AHEAD_BYTES = 16 << 10
@@ -35,6 +36,10 @@ class Connection:
     def __init__(self, sock: socket.socket, *, takes_descriptors: bool = False) -> None:
         self._sock = sock
         self._readiness: select.epoll | None = None
+        self._deadline_s: float | None = None
+        self._patience_s = 0.0
+        self._hang_up = select.poll()
+        self._hang_up.register(sock, select.POLLRDHUP)
         self._sending = threading.Lock()
         self._unsent: list[memoryview] = []
         """What the kernel did not take at once; goes out before anything else. Under ``_sending``."""
@@ -92,6 +97,8 @@ class Connection:
 
     def _send_rest(self, parts: list[memoryview], flags: int) -> None:
         while parts:
+            if self._deadline_s is not None and host_clock_s() >= self._deadline_s:
+                raise BlockingIOError  # the kernel finds no fault with waiting that got something out
             parts = _send_some(self._sock, parts, (), flags)
         self._unsent = []
 
@@ -168,6 +175,8 @@ class Connection:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
         self.descriptors.extend(descriptors)
+        if len(self.descriptors) > 2 * frames.MAX_ATTACHED:
+            raise frames.FrameError(f"{len(self.descriptors)} descriptors came that no frame has spoken of")
         return received
 
     def _take(self, nbytes: int) -> memoryview:
@@ -176,16 +185,28 @@ class Connection:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
+    def hung_up(self) -> bool:
+        """Has the other side ended the stream, whatever may be left to read of it?"""
+        return bool(self._hang_up.poll(0))
+
     def set_timeout(self, timeout_s: float | None) -> None:
         """For the handshake only: both directions share it."""
         self._sock.settimeout(timeout_s)
 
-    def set_patience(self, timeout_s: float) -> None:
-        """From now on what blocks for longer raises ``BlockingIOError``; it still blocks in the kernel."""
-        timeout_s = max(timeout_s, 1e-3)  # zero would mean for ever
-        value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    def set_patience(self, deadline_s: float) -> None:
+        """What would block beyond ``deadline_s`` raises ``BlockingIOError``; it still blocks in the kernel.
+
+        ``deadline_s`` is on the host's clock, and kept to a tenth of the time that is left.
+        """
+        left_s = deadline_s - host_clock_s()
+        if left_s <= 0:
+            raise BlockingIOError
+        self._deadline_s = deadline_s
+        if abs(left_s - self._patience_s) > 0.1 * left_s:  # the kernel need not be told of every push
+            self._patience_s = left_s
+            value = struct.pack("ll", int(left_s), max(1000, int(left_s % 1 * 1e6)))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
     def shorten_queues(self, nbytes: int) -> None:
         """Bounds what the kernel holds of either direction.

@@ -36,11 +36,11 @@ from shared.transfer.plan import BATCH_BYTES
 from tests.support.eventually import eventually
 from tests.support.transfer_peer import Peer, cut_connections, digests, noise, peer
 
-NBYTES = 32 << 20
+NBYTES = 16 << 20
 BLOCK = 1 << 20
 OP, NEXT = OperationId("op"), OperationId("next")
 ALL = Range(segment="kv", offset=0, length=NBYTES)
-INFLIGHT = 16 << 20
+INFLIGHT = 8 << 20
 """More than this can only have arrived when some of it was acknowledged."""
 SEED = 1
 PATHS = ["shm", "tcp"]
@@ -53,7 +53,7 @@ def blocks(nbytes: int = NBYTES, *, size: int = BLOCK) -> list[Slice]:
 
 
 ENDLESS = blocks(size=8 << 20) * 1000
-"""The same 32 MiB again and again: no machine is done with it before the test has interfered."""
+"""The same 16 MiB again and again: no machine is done with it before the test has interfered."""
 
 
 def only(*paths: str, **more: Any) -> TransferSettings:
@@ -170,8 +170,7 @@ async def test_a_peer_killed_in_the_middle_is_gone_within_a_second(path: str, ki
 @pytest.mark.parametrize(("kind", "path", "silence_s", "mappable"), [
     ("loop", "shm", 0.1, True), ("loop", "shm", 60.0, True), ("loop", "shm", 60.0, False), ("loop", "tcp", 0.1, True),
     ("loop", "tcp", 60.0, True), ("blocking", "shm", 60.0, True),
-    pytest.param("blocking", "tcp", 60.0, True, marks=pytest.mark.xfail(
-        strict=True, reason="each of many waits of a blocking push may take all of its time"))])
+    ("blocking", "tcp", 60.0, True)])
 async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered(
         kind: str, path: str, silence_s: float, mappable: bool) -> None:
     """The source is changed as soon as the push has ended: a late byte would be one of another block.
@@ -185,10 +184,10 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered(
         source[:] = noise(NBYTES, SEED)
         from_other = [Slice("other", item.offset, item.remote) for item in ENDLESS]
         started_s = time.monotonic()
-        async with under_way(engine, b, grant, from_other, timeout_s=1.5) as push:
+        async with under_way(engine, b, grant, from_other, timeout_s=1.0) as push:
             await b.stop()
             result = await asyncio.wait_for(push, 10)
-            assert 1.5 <= time.monotonic() - started_s < 2.5
+            assert 1.0 <= time.monotonic() - started_s < 2.0
             assert isinstance(result.error, TransferTimeout)
         source[:] = noise(NBYTES, SEED + 1)
         b.go_on()
@@ -208,7 +207,7 @@ async def test_a_push_to_a_stopped_peer_ends_by_a_deadline_in_proportion_to_its_
         await b.release(OP)
         grant = await b.grant(NEXT, ALL)
         await b.stop()
-        for size, expected_s in [(8 << 20, 0.325), (NBYTES, 0.7)]:
+        for size, expected_s in [(4 << 20, 0.2625), (NBYTES, 0.45)]:
             started_s = time.monotonic()
             result = await engine.push(b.endpoint, blocks(size), grant)
             assert expected_s - 0.01 <= time.monotonic() - started_s < expected_s + 0.7
@@ -300,7 +299,6 @@ async def _refuses_its_former_life(engine: TransferEngine, b: Peer, former: Endp
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.xfail(strict=True, reason="a push to a former incarnation ends the connections to the current one")
 async def test_a_push_to_a_former_life_does_not_disturb_those_to_the_current_one(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path) as engine:
         former = msgspec.structs.replace(b.endpoint, incarnation=Incarnation("0"))
@@ -315,13 +313,13 @@ async def test_a_push_to_a_former_life_does_not_disturb_those_to_the_current_one
 
 async def test_when_shared_memory_breaks_in_the_middle_the_rest_goes_by_tcp() -> None:
     async with receiving("shm", "tcp") as (b, grant), own_engine("shm", "tcp", silence_s=60.0) as engine:
-        async with under_way(engine, b, grant, ENDLESS[:400]) as push:
+        async with under_way(engine, b, grant, ENDLESS[:200]) as push:
             await b.stop()  # the push stands still while its path is taken away
             os.unlink(b.endpoint.shm)
             assert cut_connections(b.endpoint.shm) > 0
             b.go_on()
             result = await asyncio.wait_for(push, 60)
-            assert result.ok and result.path == "shm+tcp" and result.nbytes == 400 * (8 << 20)
+            assert result.ok and result.path == "shm+tcp" and result.nbytes == 200 * (8 << 20)
             assert engine.statistics().failovers == {("shm", "tcp"): 1}
             assert await b.audit(OP, "kv", BLOCK) == [
                 (True, digest) for digest in digests(noise(NBYTES, SEED), BLOCK)]
@@ -417,7 +415,6 @@ async def test_memory_unregistered_in_the_middle_ends_the_push_and_its_grants_ar
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.xfail(strict=True, reason="unregistering one segment cuts the connections of all")
 async def test_unregistering_what_is_pushed_from_waits_for_its_readers_and_for_nobody_elses(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path) as engine:
         await b.register("more", NBYTES)
@@ -438,7 +435,6 @@ async def test_unregistering_what_is_pushed_from_waits_for_its_readers_and_for_n
             assert not covered or found == digest
 
 
-@pytest.mark.xfail(strict=True, reason="a claim is served after its sender has hung up")
 async def test_bytes_of_a_push_that_failed_in_shared_memory_are_not_fetched_later() -> None:
     """The receiver is told where the bytes lie; by the time it looks, the sender has taken them back."""
     async with receiving("shm") as (b, grant), own_engine("shm", silence_s=60.0) as engine:
@@ -526,7 +522,6 @@ async def test_a_grant_that_does_not_stand_moves_nothing(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.xfail(strict=True, run=False, reason="pushes that time out while they wait for room fail in the wrong way")
 async def test_a_slow_receiver_costs_the_sender_no_memory(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path, max_inflight=4 << 20, silence_s=60.0) as engine:
         assert (await engine.push(b.endpoint, blocks()[:1], grant)).ok
@@ -544,7 +539,7 @@ async def test_a_slow_receiver_costs_the_sender_no_memory(path: str) -> None:
             most_memory = max(most_memory, _own_memory_bytes())
         assert {type(task.result().error) for task in pushes} == {TransferTimeout}
         assert 0 < most_in_flight <= max(4 << 20, BATCH_BYTES)
-        assert most_memory - before < 48 << 20, "3.2 GB wanted to go"
+        assert most_memory - before < 48 << 20, "1.6 GB wanted to go"
         b.go_on()
         assert (await engine.push(b.endpoint, blocks(), grant)).ok
 

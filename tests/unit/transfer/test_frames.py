@@ -18,6 +18,7 @@ BODIES = [
     frames.Welcome("b", "i"),
     frames.Write(1, "op", "i", b"t" * 32, 500, SPANS, b"note", [2**64 - 1, 0]),
     frames.Copy(2, "op", "i", b"t" * 32, 500, SPANS, None, [], [Source(1, 0), Source(2, 8)], [2], 1.5),
+    frames.Detach(2),
     frames.Share(2, b"handle"),
     frames.Ack(2, "no", [0, 1]),
     frames.Cards([frames.Card(bytes(16), 7, 5)]),

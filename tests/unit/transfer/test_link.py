@@ -47,6 +47,9 @@ class ShortLane:
     def fail(self, trouble: Trouble) -> None:
         self.failed, self.alive = trouble, False
 
+    def forget(self, serial: int) -> None:
+        pass
+
     def join(self) -> None:
         pass
 
