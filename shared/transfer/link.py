@@ -17,6 +17,9 @@ WINDOW = 128
 """Batches on their way to one peer. Also bounds the answers that can wait unread in a socket, so that the two
 sides never block on each other."""
 
+EARLY_S = 1e-3
+"""How much too early a loop's timer may be. Up to its very deadline a receiver may copy the bytes of a transfer."""
+
 _CANCELLED = Trouble(TransferCancelled, "cancelled before it was sent")
 
 
@@ -116,7 +119,7 @@ class Link:
         its bytes may be on their way.
         """
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + sending.deadline_s - host_clock_s()
+        deadline_s = loop.time() + sending.deadline_s - host_clock_s() + EARLY_S
         done = asyncio.Event()
         sending.told = done.set
         unsent = LATE
@@ -142,7 +145,10 @@ class Link:
                 async with asyncio.timeout_at(deadline_s):
                     await done.wait()
             except TimeoutError:
-                self.expire(sending)
+                if host_clock_s() >= sending.deadline_s:
+                    self.expire(sending)
+                else:
+                    deadline_s = loop.time() + EARLY_S
             except asyncio.CancelledError:
                 if not sending.cancelled:
                     raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.messages import Endpoint, Grant
 from shared.transfer.addresses import host_clock_s
-from shared.transfer.link import Link, Sending
+from shared.transfer.link import EARLY_S, Link, Sending
 from shared.transfer.plan import Choice, Routes
 from shared.transfer.router import Router
 from shared.transfer.tally import NOTHING, Tally
@@ -101,7 +101,7 @@ class Push:
         sending.told = self._all_told
         if link.send_now(sending):
             if not self.done:
-                self._timer = self._loop.call_later(self._deadline_s - host_clock_s(), link.expire, sending)
+                self._expire_in_time(link, sending)
         else:
             self._go_on(None)
 
@@ -117,6 +117,14 @@ class Push:
         self._sending = Sending(batches, self._grant, self._deadline_s, self._tally.note_for(batches),
                                 self._router.corrupt, cancelled=self._cancelled)
         return self._sending
+
+    def _expire_in_time(self, link: Link, sending: Sending) -> None:
+        """Not a moment before the deadline."""
+        left_s = self._deadline_s - host_clock_s()
+        if left_s <= 0:
+            link.expire(sending)
+        else:
+            self._timer = self._loop.call_later(left_s + EARLY_S, self._expire_in_time, link, sending)
 
     def _all_told(self) -> None:
         """Everything that :meth:`start` sent has its outcome."""
