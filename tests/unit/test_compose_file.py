@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 import yaml
 
 from services.cli.serving import settings_type
-from shared.settings import load
+from shared.settings import describe, load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -42,7 +41,7 @@ def test_each_setting_it_passes_exists_and_is_well_formed(name: str) -> None:
     environment = {key: interpolate(value) for key, value in SERVICES[name]["environment"].items()}
     kind = settings_type(name)
     own = f"MOONBUS_{name.upper().replace('-', '_')}_"
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = {field.name for field in describe(kind, name)}
     for key in environment:
         assert key.removeprefix(own if key.startswith(own) else "MOONBUS_").lower() in known, key
     settings = load(kind, name, env=environment)
