@@ -96,6 +96,8 @@ class Fabric:
         item = self._segments.get(segment)
         if item is None:
             raise VerbsError(errno.ENOENT, f"there is no segment {segment} any more")
+        if item.staged:  # a peer that knew us before we had a GPU's memory; the cards are given host memory only
+            raise VerbsError(errno.EOPNOTSUPP, f"segment {segment} is memory of a GPU")
         with self._lock:
             registered = self._registered.get(item.serial)
             if registered is None:

@@ -24,6 +24,10 @@ from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Grant, Range
 from shared.transfer import ChecksumMismatch, GrantRefused, Slice, TransferEngine, TransferSettings, cuda
 from shared.transfer.cuda import CudaDevice, CudaProbe, DeviceHandle, DeviceMemory
+from shared.transfer.fabric import Fabric
+from shared.transfer.rails import Topology
+from shared.transfer.segment import DeviceSegment
+from shared.transfer.verbs import VerbsError
 from tests.support.eventually import eventually
 
 NBYTES = 1 << 20
@@ -221,3 +225,9 @@ async def test_unregistered_memory_is_let_go_by_both_ends(driver: Driver) -> Non
         await eventually(lambda: gc.collect() >= 0 and not driver.memories)
         assert pair.receiver.statistics().connections == 1
         await asyncio.wait_for(pair.receiver.release(OP), 5)
+
+
+def test_network_cards_are_not_given_memory_of_a_gpu(driver: Driver) -> None:
+    segment = DeviceSegment("gpu", DeviceMemory(torch.zeros(10)))
+    with pytest.raises(VerbsError, match="memory of a GPU"):
+        Fabric({"gpu": segment}, [], Topology({})).region(0, "gpu")
