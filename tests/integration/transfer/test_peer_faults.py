@@ -84,7 +84,7 @@ class Threaded:
 @asynccontextmanager
 async def own_engine(*paths: str, **more: Any) -> AsyncIterator[TransferEngine]:
     """An engine of this process, with noise in ``kv``."""
-    settings = only(*paths, **{"silence_s": 0.2, "max_inflight": INFLIGHT, **more})
+    settings = only(*paths, **{"silence_s": 0.2, "max_inflight": INFLIGHT, "connect_timeout_s": 10.0, **more})
     async with TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=settings) as engine:
         engine.register("kv", NBYTES).buffer[:] = noise(NBYTES, SEED)
         yield engine
@@ -97,7 +97,7 @@ async def either_engine(kind: str, path: str, **more: Any) -> AsyncIterator[Push
         async with own_engine(path, **more) as engine:
             yield engine
         return
-    settings = only(path, **{"silence_s": 0.2, **more})
+    settings = only(path, **{"silence_s": 0.2, "connect_timeout_s": 10.0, **more})
     with SyncTransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=settings) as blocking:
         blocking.register("kv", NBYTES).buffer[:] = noise(NBYTES, SEED)
         yield Threaded(blocking)
@@ -202,7 +202,8 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered(
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_push_to_a_stopped_peer_ends_by_a_deadline_in_proportion_to_its_size(path: str) -> None:
-    async with receiving(path) as (b, grant), own_engine(path, min_timeout_s=0.2, min_bytes_per_s=64 << 20) as engine:
+    async with receiving(path) as (b, grant), own_engine(
+            path, min_timeout_s=0.2, min_bytes_per_s=64 << 20, connect_timeout_s=0.5) as engine:
         assert (await engine.push(b.endpoint, blocks()[:1], grant, timeout_s=10)).ok
         await b.release(OP)
         grant = await b.grant(NEXT, ALL)
