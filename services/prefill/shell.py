@@ -251,7 +251,7 @@ class PrefillShell:
         job.stages, job.slots = stages, reused_slots + slots
         stream = job.stream = self._worker.transfer.stream(message.landing.endpoint, message.landing.grant)
         try:
-            stream.push(self._whole_blocks(job, range(reused)))
+            stream.push(self._slices(job, range(reused), 0, self._block_bytes))
             self._queue.add(job.operation, total=total, done=stages.hit_tokens)
             self._work.set()
             either: set[asyncio.Future[Any]] = {job.first_token, stream.broken}
@@ -421,23 +421,28 @@ class PrefillShell:
         """The KV of ``layer`` is in the pool for these chunks: it leaves while the next layer computes."""
         for chunk, job in zip(chunks, jobs, strict=True):
             blocks = range(chunk.start // self._block_tokens, self._spec.blocks_of(chunk.start + chunk.length))
-            offset = layer * self._layer_bytes
-            slices = [self._slice(job, index, place, offset, self._layer_bytes)
-                      for index, place in self._landing(job, blocks)]
+            slices = self._slices(job, blocks, layer * self._layer_bytes, self._layer_bytes)
             if job.stream is not None and slices:
                 job.stream.push(slices)
 
-    def _whole_blocks(self, job: _Job, blocks: range) -> list[Slice]:
-        return [self._slice(job, index, place, 0, self._block_bytes) for index, place in self._landing(job, blocks)]
+    def _slices(self, job: _Job, blocks: range, offset: int, length: int) -> list[Slice]:
+        """Bytes ``[offset, offset + length)`` of those of ``blocks`` that the decode worker lacks.
 
-    def _landing(self, job: _Job, blocks: range) -> list[tuple[int, Range]]:
-        """Those of ``blocks`` that the decode worker lacks, with where they shall go."""
-        landing = job.message.landing
-        return [(index, landing.slots[index - landing.first_block]) for index in blocks if index >= landing.first_block]
-
-    def _slice(self, job: _Job, index: int, place: Range, offset: int, length: int) -> Slice:
-        remote = Range(segment=place.segment, offset=place.offset + offset, length=length)
-        return Slice(SEGMENT, job.slots[index] * self._block_bytes + offset, remote)
+        Blocks whose slots follow each other on both sides are parts of one slice.
+        """
+        landing, stride = job.message.landing, self._block_bytes
+        slices: list[Slice] = []
+        for index in range(max(blocks.start, landing.first_block), blocks.stop):
+            place = landing.slots[index - landing.first_block]
+            own, there = job.slots[index] * stride + offset, place.offset + offset
+            if slices:
+                last, step = slices[-1], slices[-1].count * stride
+                if (last.offset + step == own and last.remote.offset + step == there
+                        and last.remote.segment == place.segment):
+                    slices[-1] = Slice(SEGMENT, last.offset, last.remote, last.count + 1, stride)
+                    continue
+            slices.append(Slice(SEGMENT, own, Range(segment=place.segment, offset=there, length=length)))
+        return slices
 
     def _block(self, job: _Job, index: int, source: WorkerId | None = None) -> StoredBlock:
         """Full block ``index`` of the prompt, as indexes and the catalog shall know it."""

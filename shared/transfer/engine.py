@@ -226,9 +226,11 @@ class TransferEngine:
         nbytes = 0
         for item in slices:
             segment, length = self._segments.get(item.segment), item.remote.length
-            if segment is None or item.offset < 0 or length < 0 or item.offset + length > segment.nbytes:
+            if item.count != 1 and (item.count < 1 or item.stride < length):
+                raise Bug(f"parts of a slice overlap: {item}")
+            if segment is None or item.offset < 0 or length < 0 or item.offset + item.extent > segment.nbytes:
                 raise Bug(f"slice of bytes that are not ours: {item}")
-            nbytes += length
+            nbytes += item.nbytes
         return nbytes
 
     def _notify(self, notification: Notification) -> None:

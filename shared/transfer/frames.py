@@ -23,6 +23,7 @@ that was handed over and is checked against its size.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from enum import IntEnum
 from functools import cache
 from typing import Annotated, Any
@@ -36,6 +37,8 @@ MAX_BODY_BYTES = 256 << 10
 MAX_SPANS = 512
 """Spans of one claim; also keeps a gathered send below the kernel's limit of 1024 parts."""
 MAX_SPAN_BYTES = 64 << 20
+MAX_PARTS = 1 << 16
+"""Parts of one span."""
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ATTACHED = 16
 """Descriptors that ride on one COPY; the kernel passes at most 253 at a time."""
@@ -82,15 +85,36 @@ class Kind(IntEnum):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """``[offset, offset + length)`` bytes of one of the receiver's segments."""
+    """``[offset, offset + length)`` bytes of one of the receiver's segments; ``count`` times, ``stride`` apart."""
 
     segment: Name
     offset: Offset
     length: Annotated[int, Meta(ge=1, le=MAX_SPAN_BYTES)]
+    count: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
+    stride: Offset = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts together."""
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        """Where the last part ends."""
+        return self.offset + self.length + (self.count - 1) * self.stride
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of each part."""
+        for start in range(self.offset, self.offset + self.count * self.stride, self.stride) if self.count > 1 else (
+                self.offset,):
+            yield start, start + self.length
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where the bytes of a span begin in memory of the sender, whose descriptor has this ``serial``."""
+    """Where the bytes of a span begin in memory of the sender, whose descriptor has this ``serial``.
+
+    Parts of a span are as far apart there as here.
+    """
 
     serial: Offset
     offset: Offset
@@ -296,7 +320,10 @@ def decode(kind: Kind, data: bytes | bytearray | memoryview) -> Body:
     except (msgspec.DecodeError, RecursionError) as error:
         raise FrameError(f"undecodable {kind.name}: {error}") from error
     if isinstance(body, Claim):
-        payload = sum(span.length for span in body.spans)
+        payload = sum(span.nbytes for span in body.spans)
+        if any(span.count > 1 and (span.stride < span.length or body.checksums or not isinstance(body, Copy))
+               for span in body.spans):
+            raise FrameError("parts of a span overlap, or are none that can be copied unproven")
         if payload > MAX_PAYLOAD_BYTES:
             raise FrameError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD_BYTES}")
         if body.checksums and len(body.checksums) != len(body.spans):

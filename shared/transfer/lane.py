@@ -208,7 +208,9 @@ class StreamLane(ABC):
         self._pending = Pending(sender.clock)
         self._jobs: SimpleQueue[Callable[[Connection], None] | None] = SimpleQueue()
         """What the thread does next; ``None``: it stops."""
+        self._dialled: Connection | None = None
         self._connection: Connection | None = None
+        """The same, once the peer has answered."""
         self._thread = threading.Thread(target=self._work, name=f"{sender.name}-lane", daemon=True)
         self._opened: Callable[[Trouble | None], None] = lambda trouble: None
         self.checksums = False
@@ -281,8 +283,9 @@ class StreamLane(ABC):
         _log.info("action=lane_failed peer=%s address=%s why=%r", self._peer.worker, self._address, trouble.why)
         if self._connection is not None:
             self._loop.remove_reader(self._connection.readiness())
+        if self._dialled is not None:
             # Before anybody is told: whoever is may change the bytes that a receiver who hears us still would take.
-            self._connection.shutdown()
+            self._dialled.shutdown()
         self._pending.close(trouble)
         self._jobs.put(None)
 
@@ -374,8 +377,10 @@ class StreamLane(ABC):
     def dial(self) -> Connection:
         """A connection to the wanted peer and no other; blocks. Raises :data:`DIAL_ERRORS`."""
         sender, peer = self._sender, self._peer
-        connection = self.connect(self._address, sender.connect_timeout_s)
+        connection = self._dialled = self.connect(self._address, sender.connect_timeout_s)
         try:
+            if self.failed is not None:
+                raise Closed
             connection.set_timeout(sender.connect_timeout_s)
             connection.send(frames.Hello(sender.worker, peer.worker, peer.incarnation, sender.host,
                                          host_clock_s()))

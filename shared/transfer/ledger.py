@@ -160,11 +160,10 @@ class Ledger:
                 entry = self._entries[writer.operation]
                 for i, span in enumerate(writer.spans):
                     verified = entry.verified.setdefault(span.segment, IntervalSet())
-                    if i in bad:
-                        verified.remove(span.offset, span.offset + span.length)
-                    else:
-                        verified.add(span.offset, span.offset + span.length)
-                good_bytes = sum(span.length for i, span in enumerate(writer.spans) if i not in bad)
+                    change = verified.remove if i in bad else verified.add
+                    for start, stop in span.parts():
+                        change(start, stop)
+                good_bytes = sum(span.nbytes for i, span in enumerate(writer.spans) if i not in bad)
                 counts = self.received_bytes_by_path
                 counts[writer.path] = counts.get(writer.path, 0) + good_bytes
                 self.corrupt_spans += len(bad)
@@ -182,7 +181,8 @@ class Ledger:
             for span in writer.spans:
                 verified = entry.verified.get(span.segment)
                 if verified is not None:
-                    verified.remove(span.offset, span.offset + span.length)
+                    for start, stop in span.parts():
+                        verified.remove(start, stop)
             for other in entry.writers:
                 other.disturbed |= _overlap(other.spans, writer.spans)
             quiet = self._leave(entry, writer)
@@ -256,7 +256,7 @@ class Ledger:
             if verified is None or not verified.covers(start, stop):
                 return False
             return not any(
-                span.segment == item.segment and span.offset < stop and start < span.offset + span.length
+                span.segment == item.segment and span.offset < stop and start < span.stop
                 for writer in entry.writers for span in writer.spans)
 
     def received_bytes(self, operation: OperationId) -> int:
@@ -289,8 +289,9 @@ class Ledger:
             raise Refused(f"grant of operation {operation} is for {granted.peer}, not for {sender}")
         for span in claim.spans:
             ranges = granted.ranges.get(span.segment)
-            if ranges is None or not ranges.covers(span.offset, span.offset + span.length):
-                raise Refused(f"bytes {span.offset}..{span.offset + span.length} of segment {span.segment} "
+            if ranges is None or not (ranges.covers(span.offset, span.stop)
+                                      or all(ranges.covers(start, stop) for start, stop in span.parts())):
+                raise Refused(f"bytes {span.offset}..{span.stop} of segment {span.segment} "
                               f"are outside the grant of operation {operation}")
         return entry
 
@@ -342,5 +343,5 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
 
 def _overlap(left: Sequence[Span], right: Sequence[Span]) -> bool:
     return any(
-        a.segment == b.segment and a.offset < b.offset + b.length and b.offset < a.offset + a.length
+        a.segment == b.segment and a.offset < b.stop and b.offset < a.stop
         for a in left for b in right)

@@ -11,7 +11,7 @@ from shared.messages import Grant
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.lane import LATE, Lane, Transfer
 from shared.transfer.plan import Batch
-from shared.transfer.types import Outcome, PeerGone, TransferCancelled, Trouble
+from shared.transfer.types import GrantRefused, Outcome, PeerGone, TransferCancelled, Trouble
 
 WINDOW = 128
 """Batches on their way to one peer. Also bounds the answers that can wait unread in a socket, so that the two
@@ -51,6 +51,8 @@ class Sending:
     told: Callable[[], None] = lambda: None
     """Called when no outcome is left to wait for."""
     cancelled: bool = False
+    refused: Trouble | None = None
+    """Why the receiver would not have a batch."""
     transfers: list[tuple[_Load, Transfer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class Sending:
     def tell(self, index: int, outcome: Outcome) -> None:
         """What became of the batch ``index``."""
         self.outcomes[index], self.ended_s[index] = outcome, host_clock_s()
+        self.refused = self.refused or next((t for t in outcome if t is not None and t.kind is GrantRefused), None)
         self.left -= 1
         if not self.left:
             self.told()
@@ -126,6 +129,9 @@ class Link:
         try:
             async with asyncio.timeout_at(deadline_s):
                 for i, batch in enumerate(sending.batches):
+                    if sending.refused is not None:  # the grant does not stand: the rest would only be thrown away
+                        unsent = sending.refused
+                        break
                     load = await self._lane()
                     if isinstance(load, Trouble):
                         unsent = load

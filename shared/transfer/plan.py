@@ -1,6 +1,8 @@
 """How a push is cut, joined and routed. Pure: values in, values out.
 
-* Neighbours on *both* sides are joined into one piece, when a checksum of each slice's own is not wanted.
+* Neighbours on *both* sides are joined into one piece, in whatever order they were given, when a checksum of each
+  slice's own is not wanted.
+* Parts of a slice that stand in regular distances stay together where the path can say so, and are slices elsewhere.
 * A slice longer than ``piece_bytes`` is cut; a piece is verified by itself, so a slice fails by its own pieces only.
 * Pieces are packed into batches, the unit of a claim, an acknowledgement and of pipelining.
 """
@@ -28,10 +30,9 @@ MIN_SPREAD_BYTES = 512 << 10
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """``remote.length`` bytes at ``offset`` of the local ``segment``; of the push's slices ``first`` to ``last``."""
+    """``remote`` is filled from ``offset`` on of the local ``segment``, for the slices with ``indexes``."""
 
-    first: int
-    last: int
+    indexes: tuple[int, ...]
     segment: str
     offset: int
     remote: Span
@@ -44,14 +45,14 @@ class Batch(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-def plan_batches(slices: Mapping[int, Slice], *, join: bool, piece_bytes: int = PIECE_BYTES,
+def plan_batches(slices: Mapping[int, Slice], *, join: bool, strided: bool = False, piece_bytes: int = PIECE_BYTES,
                  batch_bytes: int = BATCH_BYTES, max_pieces: int = MAX_SPANS) -> list[Batch]:
-    """Cuts ``{index: slice}``, indexes ascending, into batches, in order; slices of no bytes appear in none."""
+    """Cuts and joins ``{index: slice}`` into batches; slices of no bytes appear in none."""
     batches: list[Batch] = []
     pieces: list[Piece] = []
     filled = 0
-    for piece in _pieces(slices, join, min(piece_bytes, batch_bytes)):
-        length = piece.remote.length
+    for piece in _pieces(slices, join, strided, min(piece_bytes, batch_bytes)):
+        length = piece.remote.nbytes
         if pieces and (filled + length > batch_bytes or len(pieces) == max_pieces):
             batches.append(Batch(tuple(pieces), filled))
             pieces, filled = [], 0
@@ -171,28 +172,50 @@ def needs_checksums(policy: str, path: str, own_host: str, peer_host: str) -> bo
     return policy == "on"
 
 
-def _pieces(slices: Mapping[int, Slice], join: bool, piece_bytes: int) -> Iterator[Piece]:
-    waiting: Piece | None = None
+def _pieces(slices: Mapping[int, Slice], join: bool, strided: bool, piece_bytes: int) -> Iterator[Piece]:
+    parts: list[_Part] = []
     for index, item in slices.items():
-        segment, offset, remote = item.segment, item.offset, item.remote
-        length = remote.length
+        remote, length = item.remote, item.remote.length
         if not length:
             continue
-        if waiting is not None:
-            reached = waiting.remote
-            if (join and waiting.offset + reached.length == offset and reached.offset + reached.length == remote.offset
-                    and waiting.segment == segment and reached.segment == remote.segment
-                    and reached.length + length <= piece_bytes):
-                waiting = Piece(waiting.first, index, segment, waiting.offset,
-                                Span(reached.segment, reached.offset, reached.length + length))
-                continue
-            yield waiting
-            waiting = None
-        start = 0
-        while length - start > piece_bytes:
-            yield Piece(index, index, segment, offset + start, Span(remote.segment, remote.offset + start, piece_bytes))
-            start += piece_bytes
-        waiting = Piece(index, index, segment, offset + start,
-                        Span(remote.segment, remote.offset + start, length - start))
-    if waiting is not None:
-        yield waiting
+        if item.count > 1 and strided and length <= piece_bytes:
+            yield from _strided(index, item, max(1, piece_bytes // length))
+            continue
+        for step in range(0, item.count * item.stride, item.stride) if item.count > 1 else (0,):
+            parts.append((remote.segment, item.segment, remote.offset + step, item.offset + step, length, index))
+    if join:
+        parts.sort()
+    yield from _joined(parts, join, piece_bytes)
+
+
+_Part = tuple[str, str, int, int, int, int]
+"""Remote and own segment, remote and own offset, length, index of the slice: neighbours are next to each other."""
+
+
+def _strided(index: int, item: Slice, parts: int) -> Iterator[Piece]:
+    """A slice of several parts, at most ``parts`` of them a piece."""
+    for first in range(0, item.count, parts):
+        step = first * item.stride
+        span = Span(item.remote.segment, item.remote.offset + step, item.remote.length,
+                    min(parts, item.count - first), item.stride)
+        yield Piece((index,), item.segment, item.offset + step, span)
+
+
+def _joined(parts: Sequence[_Part], join: bool, piece_bytes: int) -> Iterator[Piece]:
+    i = 0
+    while i < len(parts):
+        segment, own, offset, own_offset, length, index = parts[i]
+        i += 1
+        while length > piece_bytes:
+            yield Piece((index,), own, own_offset, Span(segment, offset, piece_bytes))
+            offset, own_offset, length = offset + piece_bytes, own_offset + piece_bytes, length - piece_bytes
+        indexes = [index]
+        while join and i < len(parts):
+            next_segment, next_own, next_offset, next_own_offset, next_length, index = parts[i]
+            if (next_offset != offset + length or next_own_offset != own_offset + length
+                    or length + next_length > piece_bytes or next_segment != segment or next_own != own):
+                break
+            length += next_length
+            indexes.append(index)
+            i += 1
+        yield Piece(tuple(indexes), own, own_offset, Span(segment, offset, length))

@@ -159,22 +159,23 @@ class Push:
             await self._try_paths(again=False)  # every batch is committed: now the note may go
 
     async def _try_paths(self, *, again: bool) -> None:
-        """Path after path, twice where the connection was an old one, until nothing is left that broke.
+        """Path after path, twice where there was a connection that broke, until nothing is left that broke.
 
-        ``again``: the first path's old connection was tried already.
+        ``again``: the first path was tried once already.
         """
         choices = self._routes.choices
         for i, choice in enumerate(choices):
             if i:
                 self._router.counts.failed_over(choices[i - 1].path, choice.path)
-            pooled = True
-            while pooled and not (self._cancelled or self._router.closed):
+            for _ in range(1 if again else 2):
                 link = self._router.link(self._peer, choice)
-                pooled, again = link.connected and not again, False
                 sending = self._next(choice)
                 await link.send(sending)
                 if not self._take(choice, link, sending):
                     return
+                if not sending.transfers:
+                    break  # it did not even connect
+            again = False
 
     def _take(self, choice: Choice, link: Link, sending: Sending) -> bool:
         """Books the outcomes; true if a connection broke and something may be tried again."""

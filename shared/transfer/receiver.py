@@ -138,7 +138,7 @@ class Session(ABC):
 
         They stay as they are until the deadline, or until the sender gives up the connection.
         """
-        if host_clock_s() > claim.deadline_s:
+        if not host_clock_s() <= claim.deadline_s:  # nor is not-a-number a deadline that is kept
             self._refuse(claim, "copied after the sender's deadline")
         elif self._connection.hung_up():
             raise Closed

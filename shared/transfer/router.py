@@ -114,16 +114,17 @@ class Router:
     def plan(self, peer: Endpoint, choice: Choice, slices: Mapping[int, Slice]) -> list[Batch]:
         """``slices`` cut and joined as suits the path."""
         settings, segments = self._settings, self._sender.segments
-        batch_bytes = BATCH_BYTES
+        batch_bytes, strided = BATCH_BYTES, False
         if choice.path == shm.PATH:
-            if all(segments[item.segment].mappable for item in slices.values()):
-                batch_bytes = spread_bytes(sum(item.remote.length for item in slices.values()), settings.lanes)
+            if not settings.corrupt_every and all(segments[item.segment].mappable for item in slices.values()):
+                batch_bytes = spread_bytes(sum(item.nbytes for item in slices.values()), settings.lanes)
+                strided = True
             else:
                 batch_bytes = STAGE_BYTES
         elif choice.path == nvlink.PATH:
             batch_bytes = DEVICE_BATCH_BYTES
         proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)
-        return plan_batches(slices, join=not proven, batch_bytes=batch_bytes)
+        return plan_batches(slices, join=not proven, strided=strided and not proven, batch_bytes=batch_bytes)
 
     def link(self, peer: Endpoint, choice: Choice) -> Link:
         """The link to ``peer`` by that path."""
@@ -165,7 +166,7 @@ class Router:
             return frozenset()
         chosen = []
         for i, piece in enumerate(batch.pieces):
-            if i == 0 or batch.pieces[i - 1].first != piece.first:  # a new slice begins
+            if i == 0 or batch.pieces[i - 1].indexes != piece.indexes:  # a new slice begins
                 self._sent_slices += 1
                 if self._sent_slices % every == 0:
                     chosen.append(i)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from shared.errors import Bug
 from shared.transfer import cuda
+from shared.transfer.frames import Span
 
 HUGE_PAGE_BYTES = 2 << 20
 _serials = itertools.count(1)
@@ -94,6 +95,13 @@ class Segment:
         """Copies ``data`` to ``[offset, offset + len(data))``."""
         self.array[offset:offset + len(data)] = data
 
+    def write_parts(self, span: Span, data: npt.NDArray[np.uint8]) -> None:
+        """Copies the parts of ``span`` out of ``data``, which begins with the first and ends with the last of them."""
+        if span.count == 1:
+            self.write(span.offset, data)
+        else:
+            _rows(self.array, span.offset, span)[...] = _rows(data, 0, span)
+
     def landing(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Where to receive what belongs in ``[offset, offset + length)``; tell :meth:`landed` when it is there."""
         return self.array[offset:offset + length]
@@ -135,6 +143,10 @@ class DeviceSegment(Segment):
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         self.memory.from_host(offset, data)
 
+    def write_parts(self, span: Span, data: npt.NDArray[np.uint8]) -> None:
+        for start, stop in span.parts():
+            self.write(start, data[start - span.offset:stop - span.offset])
+
     def landing(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
         return np.empty(length, dtype=np.uint8)
 
@@ -143,6 +155,11 @@ class DeviceSegment(Segment):
 
     def fetch(self, offset: int, source: cuda.Tensor) -> Callable[[], None]:
         return self.memory.copy_from(offset, source)
+
+
+def _rows(array: npt.NDArray[np.uint8], offset: int, span: Span) -> npt.NDArray[np.uint8]:
+    """uint8[count, length], a part of ``span`` a row, the first at ``offset``; raises when it does not fit."""
+    return np.ndarray((span.count, span.length), np.uint8, array, offset, (span.stride, 1))
 
 
 class MappedSegment:

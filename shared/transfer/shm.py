@@ -175,7 +175,7 @@ class ShmSession(Session):
         if self._begin(body) is None:
             return
         for span, source in zip(body.spans, body.sources, strict=True):
-            self._ledger.segment_of(span).write(span.offset, self._source(source, span.length))
+            self._ledger.segment_of(span).write_parts(span, self._source(source, span))
         self._commit_copy(body)
 
     def _attach(self, serials: list[int]) -> None:
@@ -187,8 +187,8 @@ class ShmSession(Session):
             except (OSError, ValueError, OverflowError) as error:  # no memfd, an empty one, one of absurd size
                 raise frames.FrameError(f"memory {serial} cannot be mapped: {error}") from error
 
-    def _source(self, source: frames.Source, length: int) -> npt.NDArray[np.uint8]:
-        mapped = self._sources.get(source.serial)
+    def _source(self, source: frames.Source, span: frames.Span) -> npt.NDArray[np.uint8]:
+        mapped, length = self._sources.get(source.serial), span.stop - span.offset
         if mapped is None or source.offset + length > len(mapped.array):
             raise frames.FrameError(f"{length} bytes at {source.offset} of memory {source.serial} were not handed over")
         return mapped.array[source.offset:source.offset + length]

@@ -62,7 +62,7 @@ class Tally:
                 if piece is None:
                     self._note_trouble = trouble
                     continue
-                for index in range(piece.first, piece.last + 1):
+                for index in piece.indexes:
                     self._path[index], self._ended_s[index] = path, batch_ended_s
                     if trouble is not None and index in self.todo:
                         new.setdefault(index, trouble)
@@ -93,9 +93,9 @@ class Tally:
         for i, item in enumerate(self.slices):
             error = None
             if troubles and (trouble := troubles.get(i)) is not None:
-                error = self._error(trouble, item.remote.length, item.remote.segment)
+                error = self._error(trouble, item.nbytes, item.remote.segment)
             else:
-                nbytes += item.remote.length
+                nbytes += item.nbytes
             statuses.append(SliceStatus(item, error, self._path[i], self._ended_s[i] - self._started_s))
         note = self._note_trouble
         return PushResult(statuses, None if note is None else self._error(note, 0, ""), nbytes,

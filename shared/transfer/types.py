@@ -84,11 +84,27 @@ Outcome = Sequence[Trouble | None]
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """``remote.length`` bytes from ``[offset, ...)`` of the local segment ``segment`` into ``remote``."""
+    """``remote.length`` bytes from ``[offset, ...)`` of the local segment ``segment`` into ``remote``.
+
+    With a ``count``, that many parts of this length, the next one ``stride`` bytes further on both sides: one layer of
+    blocks whose slots follow each other is one slice.
+    """
 
     segment: str
     offset: int
     remote: Range
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts together."""
+        return self.remote.length * self.count
+
+    @property
+    def extent(self) -> int:
+        """From the first byte of the first part to the last one of the last."""
+        return self.remote.length + (self.count - 1) * self.stride
 
 
 class SliceStatus(msgspec.Struct, frozen=True):
@@ -104,7 +120,7 @@ class SliceStatus(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes acknowledged: all of the slice's, or none."""
-        return 0 if self.error is not None else self.slice.remote.length
+        return 0 if self.error is not None else self.slice.nbytes
 
 
 class Notification(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -174,6 +175,31 @@ async def test_any_slices_arrive(path: str, data: st.DataObject) -> None:
             expected[stop:stop + length] = pair.source[start:start + length]
         assert pair.target == expected
         assert pair.receiver.received_bytes(OP) == sum(lengths)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("proven", ["on", "off"])
+async def test_parts_of_a_slice_arrive_and_nothing_between_them(path: str, proven: str) -> None:
+    async with opened(path, checksums=proven) as pair:
+        layer = Slice("kv", 100, of(5000, 1000), count=9, stride=4096)
+        expected = bytearray(NBYTES)
+        for i in range(9):
+            expected[5000 + i * 4096:6000 + i * 4096] = pair.source[100 + i * 4096:1100 + i * 4096]
+        grant = pair.grant(*((5000 + i * 4096, 1000) for i in range(9)))
+        result = await pair.sender.push(pair.receiver.endpoint, [layer], grant)
+        assert result.ok and result.nbytes == 9000 and pair.target == expected
+        assert pair.receiver.received_bytes(OP) == 9000
+        assert all(pair.covered(5000 + i * 4096, 1000) for i in range(9)) and not pair.covered(5000, 1001)
+        wider = Slice("kv", 100, of(5000, 1000), count=10, stride=4096)
+        assert isinstance((await pair.sender.push(pair.receiver.endpoint, [wider], grant)).error, GrantRefused)
+
+
+async def test_parts_that_overlap_or_leave_our_memory_are_a_bug() -> None:
+    async with opened("copy") as pair:
+        for bad in (Slice("kv", 0, of(0, 100), 2, 99), Slice("kv", 0, of(0, 100), 0, 100),
+                    Slice("kv", 0, of(0, 100), 3, NBYTES // 2)):
+            with pytest.raises(Bug):
+                pair.sender.push(pair.receiver.endpoint, [bad], pair.grant((0, 100)))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -736,6 +762,38 @@ async def test_huge_pages_are_used_or_done_without() -> None:
         result = await sender.push(receiver.endpoint, [Slice("kv", 0, of(0, 5000))],
                                    receiver.grant(OP, [of(0, 5000)], ttl_s=60))
         assert result.ok and target.array.all()
+
+
+async def test_an_engine_closes_without_waiting_for_a_peer_that_does_not_greet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mute = Endpoint(worker=WorkerId("c"), incarnation=Incarnation("c1"), host=HostId("far"),
+                        tcp=join_address(*listener.getsockname()[:2]))
+        async with opened("tcp", connect_timeout_s=60.0) as pair:
+            push = pair.sender.push(mute, [Slice("kv", 0, of(0, 10))], pair.grant((0, 10)), timeout_s=60)
+            sock, _ = await asyncio.to_thread(listener.accept)
+            started_s = time.monotonic()
+        assert time.monotonic() - started_s < 5
+        assert isinstance((await push).error, PeerGone)
+        sock.close()
+
+
+async def test_what_follows_a_refused_batch_is_not_sent() -> None:
+    nbytes = 64 << 20
+    async with opened("tcp", nbytes=nbytes, max_inflight=1 << 20, checksums="off") as pair:
+        result = await pair.push(forged(pair.grant((0, nbytes))), (0, 0, nbytes))
+        assert all(isinstance(status.error, GrantRefused) for status in result.slices)
+        assert pair.receiver.statistics().refused_claims < 8
+
+
+async def test_a_connection_that_breaks_after_it_was_made_is_made_again() -> None:
+    """The first one to the peer, not one that had stood idle."""
+    nbytes = 64 << 20
+    async with opened("tcp", nbytes=nbytes, max_inflight=1 << 20, checksums="off") as pair:
+        push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, nbytes))], pair.grant((0, nbytes)))
+        await eventually(lambda: pair.receiver.received_bytes(OP))
+        for session in pair.receiver._receiver._sessions:
+            session.end()
+        assert (await push).ok and pair.source == pair.target
 
 
 # -- choice of path ---------------------------------------------------------------------------------------------

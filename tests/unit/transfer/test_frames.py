@@ -13,11 +13,12 @@ from shared.transfer import frames
 from shared.transfer.frames import HEADER_BYTES, FrameError, Kind, Source, Span
 
 SPANS = [Span("kv", 0, 10), Span("kv", 4096, 20)]
+PARTS = [Span("kv", 0, 10, 3, 64), Span("kv", 4096, 20)]
 BODIES = [
     frames.Hello("a", "b", "i"),
     frames.Welcome("b", "i"),
     frames.Write(1, "op", "i", b"t" * 32, 500, SPANS, b"note", [2**64 - 1, 0]),
-    frames.Copy(2, "op", "i", b"t" * 32, 500, SPANS, None, [], [Source(1, 0), Source(2, 8)], [2], 1.5),
+    frames.Copy(2, "op", "i", b"t" * 32, 500, PARTS, None, [], [Source(1, 0), Source(2, 8)], [2], 1.5),
     frames.Detach(2),
     frames.Share(2, b"handle"),
     frames.Ack(2, "no", [0, 1]),
@@ -80,6 +81,17 @@ def write_with(spans: object, checksums: object = ()) -> bytes:
 def test_bodies_out_of_bounds_are_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
         frames.decode(Kind.WRITE, data)
+
+
+@pytest.mark.parametrize(("kind", "span", "checksums"), [
+    (Kind.WRITE, ["kv", 0, 10, 2, 64], []), (Kind.COPY, ["kv", 0, 10, 2, 9], []),
+    (Kind.COPY, ["kv", 0, 10, 2, 64], [1]), (Kind.COPY, ["kv", 0, 1 << 20, 65, 1 << 20], []),
+    (Kind.COPY, ["kv", 0, 10, 0, 64], []),
+], ids=["in a write", "overlapping", "with a checksum", "huge together", "none"])
+def test_parts_of_a_span_have_bounds(kind: Kind, span: list[object], checksums: list[int]) -> None:
+    tail = [] if kind is Kind.WRITE else [[[1, 0]], [], 0.0]
+    with pytest.raises(FrameError):
+        frames.decode(kind, msgspec.msgpack.encode([1, "op", "i", b"t", 500, [span], None, checksums, *tail]))
 
 
 def test_a_copy_names_a_source_for_each_span() -> None:

@@ -54,7 +54,7 @@ class ShortLane:
         pass
 
 
-BATCH = Batch((Piece(0, 0, "kv", 0, Span("kv", 0, 8)),), 8)
+BATCH = Batch((Piece((0,), "kv", 0, Span("kv", 0, 8)),), 8)
 
 
 async def test_a_lane_that_fails_as_soon_as_it_is_open_is_an_outcome_for_all_who_waited_for_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -27,44 +29,69 @@ def slice_of(offset: int, remote: int, length: int, segment: str = "kv") -> Slic
     return Slice("own", offset, Range(segment=segment, offset=remote, length=length))
 
 
-slices = st.lists(st.builds(slice_of, st.integers(0, 100), st.integers(0, 100), st.integers(0, 50)), max_size=20)
+def parts_of(item: Slice) -> list[tuple[int, int, int]]:
+    """(own offset, remote offset, length)"""
+    return [(item.offset + i * item.stride, item.remote.offset + i * item.stride, item.remote.length)
+            for i in range(item.count)]
 
 
-@given(slices, st.booleans(), st.integers(1, 30), st.integers(1, 60), st.integers(1, 5))
-def test_batches_hold_every_byte_once_in_order_and_within_bounds(
-        given_slices: list[Slice], join: bool, piece_bytes: int, batch_bytes: int, max_pieces: int) -> None:
-    batches = plan_batches(dict(enumerate(given_slices)), join=join, piece_bytes=piece_bytes, batch_bytes=batch_bytes,
-                           max_pieces=max_pieces)
-    planned = [(piece.offset + i, piece.remote.offset + i)
-               for batch in batches for piece in batch.pieces for i in range(piece.remote.length)]
-    assert planned == [(item.offset + i, item.remote.offset + i)
-                       for item in given_slices for i in range(item.remote.length)]
+def strided(offset: int, remote: int, length: int, count: int, gap: int) -> Slice:
+    return Slice("own", offset, Range(segment="kv", offset=remote, length=length), count, length + gap)
+
+
+plain = st.builds(slice_of, st.integers(0, 100), st.integers(0, 100), st.integers(0, 50))
+slices = st.lists(plain | st.builds(strided, st.integers(0, 100), st.integers(0, 100), st.integers(1, 20),
+                                    st.integers(2, 6), st.integers(0, 9)), max_size=20)
+
+
+@given(slices, st.booleans(), st.booleans(), st.integers(1, 30), st.integers(1, 60), st.integers(1, 5))
+def test_batches_hold_every_byte_once_and_within_bounds(
+        given_slices: list[Slice], join: bool, keep: bool, piece_bytes: int, batch_bytes: int, max_pieces: int) -> None:
+    batches = plan_batches(dict(enumerate(given_slices)), join=join, strided=keep, piece_bytes=piece_bytes,
+                           batch_bytes=batch_bytes, max_pieces=max_pieces)
+    planned: Counter[tuple[int, int]] = Counter()
     for batch in batches:
         assert 0 < len(batch.pieces) <= max_pieces
-        assert batch.nbytes == sum(piece.remote.length for piece in batch.pieces) <= batch_bytes
-        assert all(piece.remote.length <= piece_bytes for piece in batch.pieces)
-
-
-@given(slices, st.booleans(), st.integers(1, 30))
-def test_every_byte_is_in_a_piece_of_its_slice(given_slices: list[Slice], join: bool, piece_bytes: int) -> None:
-    held: dict[int, int] = {}
-    for batch in plan_batches(dict(enumerate(given_slices)), join=join, piece_bytes=piece_bytes):
+        assert batch.nbytes == sum(piece.remote.nbytes for piece in batch.pieces) <= batch_bytes
         for piece in batch.pieces:
-            members = [i for i in range(piece.first, piece.last + 1) if given_slices[i].remote.length]
-            if len(members) == 1:
-                held[members[0]] = held.get(members[0], 0) + piece.remote.length
+            assert piece.remote.nbytes <= piece_bytes and (keep or piece.remote.count == 1)
+            for start, stop in piece.remote.parts():
+                planned.update((piece.offset + byte - piece.remote.offset, byte) for byte in range(start, stop))
+    assert planned == Counter((own + i, remote + i) for item in given_slices
+                              for own, remote, length in parts_of(item) for i in range(length))
+
+
+@given(slices, st.booleans(), st.booleans(), st.integers(1, 30))
+def test_every_byte_is_in_a_piece_of_its_slice(given_slices: list[Slice], join: bool, keep: bool,
+                                               piece_bytes: int) -> None:
+    members: Counter[int] = Counter()
+    for batch in plan_batches(dict(enumerate(given_slices)), join=join, strided=keep, piece_bytes=piece_bytes):
+        for piece in batch.pieces:
+            assert join or len(set(piece.indexes)) == 1
+            if len(piece.indexes) == 1:
+                members[piece.indexes[0]] += piece.remote.nbytes
             else:
-                assert join and piece.remote.length == sum(given_slices[i].remote.length for i in members)
-                held |= {i: given_slices[i].remote.length for i in members}
-    assert held == {i: item.remote.length for i, item in enumerate(given_slices) if item.remote.length}
+                lengths = [given_slices[index].remote.length for index in piece.indexes]
+                assert piece.remote.length == sum(lengths), "whole parts only"
+                for index, length in zip(piece.indexes, lengths, strict=True):
+                    members[index] += length
+    assert members == Counter({i: item.nbytes for i, item in enumerate(given_slices) if item.nbytes})
 
 
 def test_neighbours_on_both_sides_become_one_piece_unless_each_is_to_be_proven() -> None:
-    neighbours = {0: slice_of(0, 100, 10), 1: slice_of(10, 110, 10), 2: slice_of(20, 200, 5)}
+    neighbours = {0: slice_of(10, 110, 10), 1: slice_of(20, 200, 5), 2: slice_of(0, 100, 10)}
     batch, = plan_batches(neighbours, join=True)
-    assert batch.pieces == (Piece(0, 1, "own", 0, Span("kv", 100, 20)), Piece(2, 2, "own", 20, Span("kv", 200, 5)))
+    assert batch.pieces == (Piece((2, 0), "own", 0, Span("kv", 100, 20)), Piece((1,), "own", 20, Span("kv", 200, 5)))
     batch, = plan_batches(neighbours, join=False)
-    assert [(piece.first, piece.last) for piece in batch.pieces] == [(0, 0), (1, 1), (2, 2)]
+    assert [piece.indexes for piece in batch.pieces] == [(0,), (1,), (2,)]
+
+
+def test_layers_of_blocks_become_whole_blocks_where_parts_cannot_be_said() -> None:
+    layers = {layer: strided(layer * 10, 1000 + layer * 10, 10, 3, 30) for layer in range(4)}
+    batch, = plan_batches(layers, join=True)
+    assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000, 120)]
+    batch, = plan_batches(layers, join=True, strided=True)
+    assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000 + layer * 10, 10, 3, 40) for layer in range(4)]
 
 
 def test_slices_of_two_segments_are_not_joined() -> None:
