@@ -222,22 +222,22 @@ async def push_probes(name: str, path: str, checksums: Checksums, sizes: Mapping
         yield [Probe(f"{name}/{label}", partial(measure, nbytes)) for label, nbytes in sizes.items()]
 
 
-def layer_slices(spec: CacheSpec, tokens: int) -> list[list[Slice]]:
-    """For each layer, its part of every block of a prompt; all of them together are the prompt's blocks."""
-    return [[slice_of(block * spec.block_bytes + layer * spec.layer_bytes, spec.layer_bytes)
-             for block in range(spec.blocks_of(tokens))] for layer in range(spec.layers)]
+def layer_slice(spec: CacheSpec, layer: int, tokens: int) -> Slice:
+    """A layer's part of every block of a prompt whose slots follow each other, as a prefill worker sends it."""
+    first = slice_of(layer * spec.layer_bytes, spec.layer_bytes)
+    return Slice(first.segment, first.offset, first.remote, spec.blocks_of(tokens), spec.block_bytes)
 
 
 @asynccontextmanager
 async def layer_probes(path: str, seconds: float) -> AsyncIterator[list[Probe]]:
     """A prompt's KV pushed layer after layer, with one completion, and the same bytes as one push."""
-    layers = layer_slices(SPEC, PROMPT_TOKENS)
+    layers = [layer_slice(SPEC, layer, PROMPT_TOKENS) for layer in range(SPEC.layers)]
     nbytes = SPEC.blocks_of(PROMPT_TOKENS) * SPEC.block_bytes
 
     async def streamed() -> None:
         stream = pair.engine.stream(pair.endpoint, pair.grant, timeout_s=STREAM_S)
-        for slices in layers:
-            stream.push(slices)
+        for layer in layers:
+            stream.push([layer])
         check(await stream.close())
 
     async def measure() -> Mapping[str, float]:

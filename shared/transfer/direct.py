@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 
+from shared.ids import Incarnation, WorkerId
 from shared.messages import Endpoint, Grant
 from shared.transfer.frames import Ack, FrameError
 from shared.transfer.lane import DIAL_ERRORS, LATE, Sender, StreamLane, Transfer, outcome_of
@@ -56,28 +57,33 @@ class _Line:
         self.lane.release()
 
 
+_Key = tuple[WorkerId, Incarnation, str]
+"""Peer, its incarnation, address."""
+
+
 class Lines:
     """The pool. Thread-safe."""
 
     def __init__(self, lanes: Mapping[str, MakeLane], sender: Sender) -> None:
         self._lanes, self._sender = lanes, sender
         self._lock = threading.Lock()
-        self._idle: dict[tuple[Endpoint, str, str], list[_Line]] = {}
+        self._idle: dict[_Key, list[_Line]] = {}
         self._epoch = 0
 
     def send(self, peer: Endpoint, choice: Choice, batches: Sequence[Batch], grant: Grant, *, deadline_s: float,
              note: bytes | None, lanes: int) -> list[Outcome]:
         """What became of each batch by ``deadline_s`` (on the host's clock); ``note`` goes with the last one."""
-        outcomes: list[Outcome | None] = [None] * len(batches)
-
-        def transfer(index: int) -> Transfer:
-            def finish(outcome: Outcome) -> None:
-                outcomes[index] = outcome
-            return Transfer(batches[index], grant, deadline_s, note if index == len(batches) - 1 else None, finish)
-
-        with self._taken(peer, choice, min(lanes, len(batches))) as lines:
-            trouble = self._exchange(lines, [transfer(i) for i in range(len(batches))])
-        return [outcome if outcome is not None else [trouble] * max(1, len(batch.pieces))
+        outcomes: list[Outcome] = [()] * len(batches)
+        transfers = [Transfer(batch, grant, deadline_s, note if batch is batches[-1] else None,
+                              partial(outcomes.__setitem__, i)) for i, batch in enumerate(batches)]
+        key = (peer.worker, peer.incarnation, choice.address)
+        lines = self._take(key, min(lanes, len(batches)))
+        try:
+            self._dial(lines, peer, choice, min(lanes, len(batches)))
+            trouble = self._exchange(lines, transfers)
+        finally:
+            self._give_back(key, lines)
+        return [outcome or [trouble] * max(1, len(batch.pieces))
                 for outcome, batch in zip(outcomes, batches, strict=True)]
 
     def drop(self) -> None:
@@ -107,33 +113,40 @@ class Lines:
                 return LATE
         return _GONE
 
-    @contextmanager
-    def _taken(self, peer: Endpoint, choice: Choice, count: int) -> Iterator[list[_Line]]:
-        """Up to ``count`` connections, or none when the peer cannot be reached."""
-        key = (peer, choice.path, choice.address)
+    def _take(self, key: _Key, count: int) -> list[_Line]:
+        """Up to ``count`` connections that stand idle."""
         with self._lock:
-            idle = self._idle.get(key, [])
-            lines, idle[:] = idle[:count], idle[count:]
-            epoch = self._epoch
+            idle = self._idle.get(key)
+            if not idle:
+                return []
+            lines = idle[:count]
+            del idle[:count]
+            return lines
+
+    def _dial(self, lines: list[_Line], peer: Endpoint, choice: Choice, count: int) -> None:
+        """Brings ``lines`` to ``count``, as far as the peer can be reached."""
+        if len(lines) == count:
+            return
         try:
             while len(lines) < count:
                 lane = self._lanes[choice.path](self._sender, peer, choice.address)
                 assert isinstance(lane, StreamLane)
-                lines.append(_Line(lane, epoch))
+                lines.append(_Line(lane, self._epoch))
         except DIAL_ERRORS:
-            pass
-        try:
-            yield lines
-        finally:
-            self._give_back(key, lines)
+            return
+        with self._lock:  # it answers, so what leads to its former lives leads nowhere
+            former = [key for key in self._idle if key[0] == peer.worker and key[1] != peer.incarnation]
+            closing = [line for key in former for line in self._idle.pop(key)]
+        for line in closing:
+            line.close()
 
-    def _give_back(self, key: tuple[Endpoint, str, str], lines: Sequence[_Line]) -> None:
-        peer = key[0]
+    def _give_back(self, key: _Key, lines: Sequence[_Line]) -> None:
+        closing = []
         with self._lock:
-            closing = [line for line in lines if line.waiting or line.epoch != self._epoch]
-            self._idle.setdefault(key, []).extend(line for line in lines if line not in closing)
-            if len(lines) > len(closing):  # it answers, so what leads to its former lives leads nowhere
-                for former in [other for other in self._idle if other[0].worker == peer.worker and other[0] != peer]:
-                    closing += self._idle.pop(former)
+            for line in lines:
+                if line.waiting or line.epoch != self._epoch:
+                    closing.append(line)
+                else:
+                    self._idle.setdefault(key, []).append(line)
         for line in closing:
             line.close()

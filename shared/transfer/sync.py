@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
@@ -42,9 +41,11 @@ class SyncTransferEngine:
         self._engine, self._loop = engine, loop
         self._lines = Lines(LANES, engine.sender)
         self._notifications = engine.notifications()
-        self._in_use: Counter[str] = Counter()
-        """{segment: pushes that read it}"""
-        self._unused = threading.Condition()
+        self._reading: list[Sequence[Slice]] = []
+        """Slices of the pushes that go on."""
+        self._ended = threading.Condition()
+        self._awaited = False
+        """Does somebody wait for a push to end?"""
 
     @classmethod
     @contextmanager
@@ -80,8 +81,10 @@ class SyncTransferEngine:
 
     def unregister(self, name: str) -> None:
         """See :meth:`TransferEngine.unregister`; pushes from it are waited for."""
-        with self._unused:
-            self._unused.wait_for(lambda: not self._in_use[name])
+        with self._ended:
+            self._awaited = True
+            self._ended.wait_for(lambda: not any(item.segment == name for slices in self._reading for item in slices))
+            self._awaited = False
         _call(self._loop, self._engine.unregister(name))
         self._lines.drop()
 
@@ -119,9 +122,7 @@ class SyncTransferEngine:
             timeout_s = engine.settings.timeout_s(nbytes)
         deadline_s = started_s + timeout_s
         tally = Tally(peer.worker, slices, notify, started_s)
-        names = {item.segment for item in slices}
-        with self._unused:
-            self._in_use.update(names)
+        self._reading.append(slices)
         try:
             if self._push_directly(peer, tally, grant, deadline_s):
                 result = tally.result(host_clock_s())
@@ -129,9 +130,13 @@ class SyncTransferEngine:
                 return result
             return _call(self._loop, _resume(engine, peer, tally, grant, deadline_s))
         finally:
-            with self._unused:
-                self._in_use.subtract(names)
-                self._unused.notify_all()
+            self._forget(slices)
+
+    def _forget(self, slices: Sequence[Slice]) -> None:
+        self._reading.remove(slices)
+        if self._awaited:
+            with self._ended:
+                self._ended.notify_all()
 
     def _push_directly(self, peer: Endpoint, tally: Tally, grant: Grant, deadline_s: float) -> bool:
         """Does what can be done from this thread; false when something is left that another path may do."""

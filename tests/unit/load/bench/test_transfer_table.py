@@ -15,17 +15,18 @@ EVERYTHING = transfer.BenchOptions(rounds=1, seconds=0.1, against=frozenset({"ip
 
 
 def test_the_prompt_of_the_layer_row_has_the_bytes_of_its_spec() -> None:
-    layers = transfer.layer_slices(transfer.SPEC, transfer.PROMPT_TOKENS)
-    assert len(layers) == 30 and {len(layer) for layer in layers} == {32}
+    layers = [transfer.layer_slice(transfer.SPEC, layer, transfer.PROMPT_TOKENS) for layer in range(30)]
+    assert transfer.SPEC.layers == 30 and {layer.count for layer in layers} == {32}
     pieces = sorted(piece for layer in layers for piece in layer_bytes(layer))
     assert sum(stop - start for start, stop in pieces) == 47_185_920
     assert all(stop == start for (_, stop), (start, _) in pairwise(pieces)), "no gap, no overlap"
     assert pieces[0][0] == 0
 
 
-def layer_bytes(layer: list[Slice]) -> list[tuple[int, int]]:
-    assert all(piece.offset == piece.remote.offset for piece in layer)
-    return [(piece.offset, piece.offset + piece.remote.length) for piece in layer]
+def layer_bytes(layer: Slice) -> list[tuple[int, int]]:
+    assert layer.offset == layer.remote.offset
+    starts = [layer.offset + i * layer.stride for i in range(layer.count)]
+    return [(start, start + layer.remote.length) for start in starts]
 
 
 def test_every_target_names_rows_that_are_measured() -> None:
