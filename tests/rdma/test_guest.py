@@ -1,0 +1,109 @@
+"""RDMA without hardware: boots a machine with a Soft-RoCE device (``tests/rdma/vm``) and runs tests there.
+
+Skipped, with the reason, where there can be no such machine. ``MOONBUS_TEST_CACHE`` names the directory in which the
+machine and the bindings are kept; else it is the user's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+VM = HERE / "vm"
+TIMEOUT_S = 160
+UNAVAILABLE = 77
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
+
+
+@pytest.fixture(scope="session")
+def cache() -> Path:
+    """Where what is downloaded is kept."""
+    directory = Path(os.environ.get("MOONBUS_TEST_CACHE") or platformdirs.user_cache_dir("moonbus")) / "rdma"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def environment(cache: Path) -> dict[str, str]:
+    """With the bindings on the path of imports."""
+    environment = {**os.environ, "RDMA_VM_CACHE": str(cache / "vm"), "OPENBLAS_NUM_THREADS": "1",
+                   "HOME": "/root", "PYTHONDONTWRITEBYTECODE": "1"}
+    prepared = subprocess.run([VM, "--prepare"], env=environment, check=False, capture_output=True, text=True)
+    if prepared.returncode == UNAVAILABLE:
+        pytest.skip(prepared.stderr.strip())
+    assert prepared.returncode == 0, prepared.stderr
+    found, reasons = [], []
+    for get in (pyverbs, ibverbs):
+        try:
+            found.append(str(get(cache)))
+        except (OSError, subprocess.CalledProcessError) as error:
+            reasons.append(f"{get.__name__}: {getattr(error, 'stderr', None) or error}".strip())
+    if not found:
+        pytest.skip(f"no binding of libibverbs for this Python: {'; '.join(reasons)}")
+    return {**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *found])}
+
+
+def pyverbs(cache: Path) -> Path:
+    """The distribution's package, unpacked: it installs nothing here. For the distribution's version of Python only."""
+    directory = cache / f"pyverbs-{sys.version_info.major}.{sys.version_info.minor}"
+    packages = directory / "usr/lib/python3/dist-packages"
+    if not packages.exists():
+        directory.mkdir(exist_ok=True)
+        run("apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", "python3-pyverbs", cwd=directory)
+        run("dpkg-deb", "-x", str(next(directory.glob("*.deb"))), str(directory))
+    tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}-"
+    if not any(tag in path.name for path in packages.glob("pyverbs/*.so")):
+        raise FileNotFoundError(f"it has no modules for {tag}")
+    return packages
+
+
+def ibverbs(cache: Path) -> Path:
+    """The wheel that serves where pyverbs cannot be imported."""
+    directory = cache / "ibverbs"
+    if not (directory / "ibverbs").exists():
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
+            "--target", str(directory), "ibverbs")
+    return directory
+
+
+def run(*command: str, cwd: Path | None = None) -> None:
+    subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+
+
+def in_machine(environment: dict[str, str], command: Sequence[str], *options: str) -> str:
+    """What the command wrote; fails the test with it when the command fails."""
+    done = subprocess.run([VM, "--timeout", str(TIMEOUT_S), *options, "--", *command], cwd=ROOT, env=environment,
+                          check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        pytest.fail(f"status {done.returncode}:\n{done.stdout[-20_000:]}", pytrace=False)
+    return done.stdout
+
+
+def pytest_there(environment: dict[str, str], *arguments: str) -> str:
+    """Runs pytest in the machine, without the fixtures that are not for it."""
+    return in_machine(environment, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                                    f"--confcutdir={HERE / 'guest'}", "-p", "tests.rdma.guest.loops", *arguments])
+
+
+def test_the_contract_of_transports_holds(environment: dict[str, str]) -> None:
+    output = pytest_there(environment, "-k", "rdma", "tests/contract/test_transfer.py")
+    assert " passed" in output, output
+
+
+def test_faults_between_processes_of_one_machine(environment: dict[str, str]) -> None:
+    output = pytest_there(environment, "tests/rdma/guest")
+    assert " passed" in output, output
+
+
+def test_two_machines(environment: dict[str, str]) -> None:
+    output = in_machine(environment, [sys.executable, "tests/rdma/guest/pair.py"], "--pair")
+    assert f"[0] pushed {8 << 20} bytes by rdma\n" in output and "[1] all of it arrived\n" in output, output
