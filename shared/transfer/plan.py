@@ -183,9 +183,11 @@ def _pieces(slices: Mapping[int, Slice], join: bool, strided: bool, piece_bytes:
             continue
         for step in range(0, item.count * item.stride, item.stride) if item.count > 1 else (0,):
             parts.append((remote.segment, item.segment, remote.offset + step, item.offset + step, length, index))
-    if join:
-        parts.sort()
-    yield from _joined(parts, join, piece_bytes)
+    if join and len(parts) > 1:
+        # Joined by where they lie, sent as they were given: what a deadline cuts off is the end, not the middle.
+        yield from sorted(_joined(sorted(parts), join, piece_bytes), key=lambda piece: min(piece.indexes))
+    else:
+        yield from _joined(parts, join, piece_bytes)
 
 
 _Part = tuple[str, str, int, int, int, int]

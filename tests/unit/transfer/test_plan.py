@@ -82,6 +82,8 @@ def test_neighbours_on_both_sides_become_one_piece_unless_each_is_to_be_proven()
     neighbours = {0: slice_of(10, 110, 10), 1: slice_of(20, 200, 5), 2: slice_of(0, 100, 10)}
     batch, = plan_batches(neighbours, join=True)
     assert batch.pieces == (Piece((2, 0), "own", 0, Span("kv", 100, 20)), Piece((1,), "own", 20, Span("kv", 200, 5)))
+    batch, = plan_batches({0: slice_of(90, 900, 5), 1: slice_of(10, 100, 10), 2: slice_of(50, 500, 5)}, join=True)
+    assert [piece.indexes for piece in batch.pieces] == [(0,), (1,), (2,)], "in the order they were given"
     batch, = plan_batches(neighbours, join=False)
     assert [piece.indexes for piece in batch.pieces] == [(0,), (1,), (2,)]
 
