@@ -18,8 +18,8 @@ from shared.transfer.types import ChecksumMismatch, PeerGone, PushResult, Slice,
 
 _log = logging.getLogger(__name__)
 
-STREAM_PUSHES = 2
-"""Pushes of a stream on their way at the same time: one is being sent while the other one's answer comes."""
+STREAM_PUSHES = 8
+"""Pushes of a stream on their way at the same time: enough that the path never waits for the answer to the first."""
 MAX_SENDS = 3
 """Times a slice of a stream is sent before damage is taken for more than bad luck."""
 

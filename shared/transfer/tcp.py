@@ -32,9 +32,10 @@ class TcpLane(StreamLane):
         return connection
 
     def send_now(self, connection: Connection, transfer: Transfer) -> bool | None:
-        if transfer.batch.nbytes > INLINE_BYTES or self._sender.is_staged(transfer.batch):
+        if self._sender.is_staged(transfer.batch) or (self.checksums and transfer.batch.nbytes > INLINE_BYTES):
             return False
-        return connection.send_now(self._frame(transfer), self._payload(transfer))
+        # The receiver has something to do with the first bytes while the thread wakes that sends the others.
+        return connection.send_now(self._frame(transfer), self._payload(transfer), at_most=INLINE_BYTES)
 
     def send(self, connection: Connection, transfer: Transfer) -> None:
         connection.send(self._frame(transfer), self._payload(transfer))

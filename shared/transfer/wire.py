@@ -69,9 +69,9 @@ class Connection:
             self._send_rest(self._unsent, 0)
             self._send_rest(_send_some(self._sock, parts, descriptors, 0), 0)
 
-    def send_now(self, body: frames.Body, payload: Sequence[Bytes] = (),
-                 descriptors: Sequence[int] = ()) -> bool | None:
-        """Like :meth:`send`, but never blocks.
+    def send_now(self, body: frames.Body, payload: Sequence[Bytes] = (), descriptors: Sequence[int] = (), *,
+                 at_most: int | None = None) -> bool | None:
+        """Like :meth:`send`, but never blocks; the kernel is offered ``at_most`` that many bytes of the payload.
 
         True: the kernel has it. ``None``: the kernel has its beginning, :meth:`flush` owes the rest. False: nothing
         was sent, somebody else is sending.
@@ -82,8 +82,9 @@ class Connection:
             if self._unsent:
                 return False
             parts = [memoryview(frames.encode(body)), *(part.data for part in payload)]
+            parts, later = (parts, []) if at_most is None else _split(parts, len(parts[0]) + at_most)
             try:
-                self._unsent = _send_some(self._sock, parts, descriptors, socket.MSG_DONTWAIT)
+                self._unsent = _send_some(self._sock, parts, descriptors, socket.MSG_DONTWAIT) + later
             except BlockingIOError:
                 return False
             return None if self._unsent else True
@@ -237,12 +238,16 @@ def _send_some(sock: socket.socket, parts: list[memoryview], descriptors: Sequen
                flags: int) -> list[memoryview]:
     """One system call; what it left of ``parts``."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    sent = sock.sendmsg(parts, ancillary, flags)
+    return _split(parts, sock.sendmsg(parts, ancillary, flags))[1]
+
+
+def _split(parts: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first ``nbytes`` of ``parts``, and the rest."""
     for i, part in enumerate(parts):
-        if sent < len(part):
-            return [part[sent:], *parts[i + 1:]]
-        sent -= len(part)
-    return []
+        if nbytes < len(part):
+            return [*parts[:i], part[:nbytes]], [part[nbytes:], *parts[i + 1:]]
+        nbytes -= len(part)
+    return parts, []
 
 
 def keep_alive(sock: socket.socket) -> None:
