@@ -15,7 +15,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test test-unit check migrate docs clean
+.PHONY: help install demo up test test-unit test-rdma check migrate docs clean
 
 help:  ## Show the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: $(STAMP)  ## Run all tests
 
 test-unit: $(STAMP)  ## Run the tests that do no I/O
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+test-rdma: $(STAMP)  ## Run the RDMA tests: they boot a machine with a Soft-RoCE device in QEMU
+	@$(BIN)/python -m pytest tests/rdma $(ARGS)
 
 check: $(STAMP)  ## Lint, check types, check the import arrows
 	@$(BIN)/ruff check .
