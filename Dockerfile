@@ -4,7 +4,8 @@
 # For a smaller engine image, give the index that carries the CPU build of torch:
 #   docker build --target engine --build-arg PIP_EXTRA_INDEX_URL=... .
 
-FROM python:3.11-slim AS build
+# Debian 12, since its Python is 3.11 as well: its python3-pyverbs fits. No index carries one that does.
+FROM python:3.11-slim-bookworm AS build
 ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/moonbus
@@ -18,7 +19,7 @@ RUN pip install -c constraints.txt .
 FROM build AS build-engine
 RUN pip install -c constraints.txt ".[engine]"
 
-FROM python:3.11-slim AS base
+FROM python:3.11-slim-bookworm AS base
 ENV PATH=/opt/moonbus/bin:$PATH PYTHONUNBUFFERED=1 \
     MOONBUS_CACHE_DIR=/models MOONBUS_ADMIN_HOST=0.0.0.0 MOONBUS_ADMIN_PORT=9100
 # The directories exist and belong to the user, so that named volumes mounted there do too.
@@ -35,3 +36,11 @@ COPY --from=build-control /opt/moonbus /opt/moonbus
 
 FROM base AS engine
 COPY --from=build-engine /opt/moonbus /opt/moonbus
+# RDMA: used when the container sees a device (--device /dev/infiniband, IPC_LOCK), no burden when it does not.
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers librdmacm1 \
+    && cd /tmp && apt-get download python3-pyverbs && dpkg-deb -x python3-pyverbs_*.deb pyverbs \
+    && cp -r pyverbs/usr/lib/python3/dist-packages/pyverbs /opt/moonbus/lib/python3.11/site-packages/ \
+    && rm -rf /tmp/* /var/lib/apt/lists/*
+USER moonbus
