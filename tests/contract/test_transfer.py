@@ -526,11 +526,14 @@ async def test_another_process_on_the_address_is_noticed_before_anything_is_sent
 
 @pytest.mark.parametrize("path", STREAMS)
 async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path: str) -> None:
-    address = f"/tmp/moonbus-silent-{os.getpid()}.sock"
-    listener = socket.socket(socket.AF_UNIX) if path == "shm" else socket.create_server(("127.0.0.1", 0))
     if path == "shm":
+        address = f"/tmp/moonbus-silent-{os.getpid()}.sock"
+        listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen()
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = join_address(*listener.getsockname()[:2])
     threads: list[socket.socket] = []
 
     def greet() -> None:
@@ -544,8 +547,7 @@ async def test_a_peer_that_never_answers_times_out_and_loses_its_connection(path
     thread.start()
     try:
         async with opened(path, silence_s=0.1) as pair:
-            silent = Endpoint(worker=WorkerId("c"), incarnation=Incarnation("c1"), host=host_id(), shm=address,
-                              tcp=join_address(*listener.getsockname()[:2]) if path == "tcp" else "")
+            silent = Endpoint(worker=WorkerId("c"), incarnation=Incarnation("c1"), host=host_id(), **{path: address})
             result = await pair.sender.push(silent, [Slice("kv", 0, of(0, NBYTES))], pair.grant((0, 10)),
                                             timeout_s=0.3)
             assert isinstance(result.error, TransferTimeout) and result.seconds < 2

