@@ -18,6 +18,7 @@ from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
 
 Bytes = npt.NDArray[np.uint8]
+_ROOM = socket.CMSG_SPACE(frames.MAX_ATTACHED * array.array("i").itemsize)
 READ_AHEAD_BYTES = 16 << 10
 """Read in one go, in the hope of a whole frame."""
 
@@ -169,13 +170,12 @@ class Connection:
     def _receive(self, view: memoryview, flags: int) -> int:
         if not self._takes_descriptors:
             return self._sock.recv_into(view, len(view), flags)
-        descriptors = array.array("i")
-        room = socket.CMSG_SPACE(frames.MAX_ATTACHED * descriptors.itemsize)
-        received, ancillary, _, _ = self._sock.recvmsg_into([view], room, flags | socket.MSG_CMSG_CLOEXEC)
+        received, ancillary, _, _ = self._sock.recvmsg_into([view], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
                 descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
-        self.descriptors.extend(descriptors)
+                self.descriptors.extend(descriptors)
         if len(self.descriptors) > 2 * frames.MAX_ATTACHED:
             raise frames.FrameError(f"{len(self.descriptors)} descriptors came that no frame has spoken of")
         return received
