@@ -76,6 +76,6 @@ def join_address(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``host:port``; raises ``ValueError`` when it is not one."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host:
+    if not separator or not host or not 0 < int(port) < 2**16:
         raise ValueError(f"{address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -80,7 +80,7 @@ class CopyLane:
             self._queue.put(transfer)
 
     def give_up(self, transfer: Transfer) -> None:
-        """Its bytes may still be copied, and are not believed then: see the look at the clock."""
+        """Its bytes may still be copied, and are not believed then: see the look at ``ended``."""
         self._pending.end(transfer, [LATE] * max(1, len(transfer.batch.pieces)))
 
     def silence_s(self) -> float:
@@ -141,8 +141,8 @@ class CopyLane:
                     data = data.copy()
                     data[0] ^= 0xFF
                 target.write(span.offset, data)
-            if host_clock_s() > transfer.deadline_s:
-                raise Refused("copied after the deadline")
+            if transfer.ended or host_clock_s() > transfer.deadline_s:
+                raise Refused("copied after its push had ended")
             host = sender.host
             proofs = [checksum(sender.source(piece)) for piece in pieces] if (
                 needs_checksums(sender.checksums, PATH, host, host)) else []

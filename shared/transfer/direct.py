@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from shared.ids import Incarnation, WorkerId
 from shared.messages import Endpoint, Grant
+from shared.transfer.addresses import host_clock_s
 from shared.transfer.frames import Ack, FrameError
 from shared.transfer.lane import DIAL_ERRORS, LATE, Sender, StreamLane, Transfer, outcome_of
 from shared.transfer.plan import Batch, Choice
@@ -79,7 +81,7 @@ class Lines:
         key = (peer.worker, peer.incarnation, choice.address)
         lines = self._take(key, min(lanes, len(batches)))
         try:
-            self._dial(lines, peer, choice, min(lanes, len(batches)))
+            self._dial(lines, peer, choice, min(lanes, len(batches)), deadline_s)
             trouble = self._exchange(lines, transfers)
         finally:
             self._give_back(key, lines)
@@ -123,20 +125,28 @@ class Lines:
             del idle[:count]
             return lines
 
-    def _dial(self, lines: list[_Line], peer: Endpoint, choice: Choice, count: int) -> None:
-        """Brings ``lines`` to ``count``, as far as the peer can be reached."""
+    def _dial(self, lines: list[_Line], peer: Endpoint, choice: Choice, count: int, deadline_s: float) -> None:
+        """Brings ``lines`` to ``count``, as far as the peer can be reached by ``deadline_s``."""
         if len(lines) == count:
             return
         try:
             while len(lines) < count:
-                lane = self._lanes[choice.path](self._sender, peer, choice.address)
+                left_s = min(self._sender.connect_timeout_s, deadline_s - host_clock_s())
+                lane = self._lanes[choice.path](replace(self._sender, connect_timeout_s=left_s), peer, choice.address)
                 assert isinstance(lane, StreamLane)
                 lines.append(_Line(lane, self._epoch))
         except DIAL_ERRORS:
             return
-        with self._lock:  # it answers, so what leads to its former lives leads nowhere
-            former = [key for key in self._idle if key[0] == peer.worker and key[1] != peer.incarnation]
-            closing = [line for key in former for line in self._idle.pop(key)]
+        closing: list[_Line] = []
+        with self._lock:
+            for key, idle in list(self._idle.items()):
+                # It answers, so what leads to its former lives leads nowhere; other peers may have gone for good.
+                former = key[0] == peer.worker and key[1] != peer.incarnation
+                gone = [line for line in idle if former or line.connection.hung_up()]
+                closing += gone
+                self._idle[key] = [line for line in idle if line not in gone]
+                if not self._idle[key]:
+                    del self._idle[key]
         for line in closing:
             line.close()
 

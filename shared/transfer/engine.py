@@ -62,6 +62,8 @@ class TransferEngine:
                  clock: Clock) -> None:
         self.settings = settings
         self._segments: dict[str, Segment] = {}
+        self._leaving: set[str] = set()
+        """Names of segments that are being unregistered: nothing is granted of them or pushed from them any more."""
         self._ledger = Ledger(worker, incarnation, self._segments, clock=clock)
         self._loop = asyncio.get_running_loop()
         self._notifications: deque[Notification] = deque()
@@ -138,18 +140,31 @@ class TransferEngine:
 
         Pushes from it are cancelled; writers into it are cut off.
         """
+        await self.finish_unregister(self.begin_unregister(name))
+
+    def begin_unregister(self, name: str) -> Segment:
+        """Refuses new pushes from a segment and new grants of it; :meth:`finish_unregister` does the rest."""
         segment = self._segments.get(name)
-        if segment is None:
+        if segment is None or name in self._leaving:
             raise Bug(f"no segment {name!r} is registered")
-        pushes = [push for push in self.router.pushes if push.uses(name)]
-        for push in pushes:
-            push.cancel()
-        for push in pushes:
-            await push
-        quiet: asyncio.Future[None] = self._loop.create_future()
-        self._ledger.retire(name, partial(call_on, self._loop, _resolve, quiet))
-        await quiet
-        del self._segments[name]
+        self._leaving.add(name)
+        return segment
+
+    async def finish_unregister(self, segment: Segment) -> None:
+        """See :meth:`unregister`."""
+        name = segment.name
+        try:
+            pushes = [push for push in self.router.pushes if push.uses(name)]
+            for push in pushes:
+                push.cancel()
+            for push in pushes:
+                await push
+            quiet: asyncio.Future[None] = self._loop.create_future()
+            self._ledger.retire(name, partial(call_on, self._loop, _resolve, quiet))
+            await quiet
+            del self._segments[name]
+        finally:
+            self._leaving.discard(name)
         self.router.forget(segment.serial)
         if self._fabric is not None:
             await asyncio.to_thread(self._fabric.forget, segment.serial)
@@ -158,6 +173,9 @@ class TransferEngine:
     def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
               peer: WorkerId = ANYBODY) -> Grant:
         """Leave for a peer to write ``ranges`` for ``operation``; see :meth:`Ledger.grant`."""
+        leaving = next((item for item in ranges if item.segment in self._leaving), None)
+        if leaving is not None:
+            raise Bug(f"grant for {operation} of memory that is being unregistered: {leaving}")
         return self._ledger.grant(operation, ranges, ttl_s=ttl_s, peer=peer)
 
     def covered(self, operation: OperationId, range: Range) -> bool:
@@ -196,9 +214,7 @@ class TransferEngine:
         KiB) is told to the peer's owner once every slice was committed, and not at all if one was not.
         Raises :class:`Bug` for a slice that is not of our memory.
         """
-        nbytes = self.check(slices)
-        if notify is not None and len(notify) > MAX_NOTE_BYTES:
-            raise Bug(f"notification of {len(notify)} bytes; at most {MAX_NOTE_BYTES} travel")
+        nbytes = self.check(slices, notify)
         if timeout_s is None:
             timeout_s = self.settings.timeout_s(nbytes)
         return start_push(self.router, peer, slices, grant, deadline_s=host_clock_s() + timeout_s, note=notify)
@@ -208,7 +224,8 @@ class TransferEngine:
 
         ``timeout_s`` counts for each of them, and falls back to a deadline in proportion to its size.
         """
-        return PushStream(lambda slices, note: self.push(peer, slices, grant, timeout_s=timeout_s, notify=note))
+        return PushStream(peer.worker, self.check,
+                          lambda slices, note: self.push(peer, slices, grant, timeout_s=timeout_s, notify=note))
 
     def statistics(self) -> Statistics:
         """Counters since the engine was opened."""
@@ -221,8 +238,10 @@ class TransferEngine:
             corrupt_spans=ledger.corrupt_spans, dropped_connections=dict(receiver.dropped),
             connections=receiver.connections)
 
-    def check(self, slices: Sequence[Slice]) -> int:
-        """Bytes of ``slices``; raises :class:`Bug` for one that is not of our memory."""
+    def check(self, slices: Sequence[Slice], notify: bytes | None = None) -> int:
+        """Bytes of ``slices``; raises :class:`Bug` for one that is not of our memory, or a note that is too long."""
+        if notify is not None and len(notify) > MAX_NOTE_BYTES:
+            raise Bug(f"notification of {len(notify)} bytes; at most {MAX_NOTE_BYTES} travel")
         nbytes = 0
         for item in slices:
             segment, length = self._segments.get(item.segment), item.remote.length
@@ -230,6 +249,8 @@ class TransferEngine:
                 raise Bug(f"parts of a slice overlap: {item}")
             if segment is None or item.offset < 0 or length < 0 or item.offset + item.extent > segment.nbytes:
                 raise Bug(f"slice of bytes that are not ours: {item}")
+            if item.remote.offset < 0 or item.segment in self._leaving:
+                raise Bug(f"slice to bytes that nobody has, or of memory that is being unregistered: {item}")
             nbytes += item.nbytes
         return nbytes
 
@@ -317,9 +338,13 @@ class TransferEngine:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            self._receiver.watch()
-            metrics.TRANSFER_IN_FLIGHT_BYTES.set(self.router.inflight_bytes)
-            self.router.counts.flush()
+            try:
+                self._receiver.watch()
+                self.router.tidy()
+                metrics.TRANSFER_IN_FLIGHT_BYTES.set(self.router.inflight_bytes)
+                self.router.counts.flush()
+            except Exception:  # without it no writer would ever be overdue, and a release could wait for ever
+                _log.exception("action=watch_failed worker=%s", self._endpoint.worker)
 
     async def _close(self) -> None:
         """Stops sending, then receiving, then drops the memory; waits for every thread."""

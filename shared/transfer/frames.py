@@ -162,7 +162,7 @@ class Claim(Body, frozen=True):
     note: Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)] | None
     """Told to the receiver's owner once the spans are committed; ``None`` for nothing to tell."""
     checksums: Checksums
-    """xxh3-64 a span, or empty for none."""
+    """xxh3-64 a span, of its parts back to back; or empty for none."""
 
 
 class Write(Claim, frozen=True):
@@ -321,9 +321,8 @@ def decode(kind: Kind, data: bytes | bytearray | memoryview) -> Body:
         raise FrameError(f"undecodable {kind.name}: {error}") from error
     if isinstance(body, Claim):
         payload = sum(span.nbytes for span in body.spans)
-        if any(span.count > 1 and (span.stride < span.length or body.checksums or not isinstance(body, Copy))
-               for span in body.spans):
-            raise FrameError("parts of a span overlap, or are none that can be copied unproven")
+        if any(span.count > 1 and (span.stride < span.length or not isinstance(body, Copy)) for span in body.spans):
+            raise FrameError("parts of a span overlap, or are none that can be copied")
         if payload > MAX_PAYLOAD_BYTES:
             raise FrameError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD_BYTES}")
         if body.checksums and len(body.checksums) != len(body.spans):

@@ -85,8 +85,8 @@ class Sender:
     name: str
 
     def source(self, piece: Piece) -> npt.NDArray[np.uint8]:
-        """The bytes of a piece, where they lie if the host has them."""
-        return self.segments[piece.segment].read(piece.offset, piece.remote.length)
+        """The bytes of a piece, where they lie if the host has them and they are in one place."""
+        return self.segments[piece.segment].read_parts(piece.offset, piece.remote)
 
     def is_staged(self, batch: Batch) -> bool:
         """Does it take time to get at its bytes?"""
@@ -262,6 +262,11 @@ class StreamLane(ABC):
         except OSError as error:
             self.fail(self._broken(error))
             return
+        except Exception as error:  # nothing of it was sent, and the others on this lane are well
+            _log.exception("action=transfer_failed peer=%s", self._peer.worker)
+            self._pending.end(transfer, [Trouble(PeerGone, f"it could not be sent: {error!r}")]
+                              * max(1, len(transfer.batch.pieces)))
+            return
         transfer.begun, transfer.sent = taken is not False, taken is True
         if not transfer.sent:
             self._jobs.put(partial(self._finish_sending, transfer))
@@ -347,7 +352,9 @@ class StreamLane(ABC):
     def _work(self) -> None:
         try:
             connection = self.dial()
-        except DIAL_ERRORS as error:
+        except Exception as error:
+            if not isinstance(error, DIAL_ERRORS):
+                _log.exception("action=lane_failed peer=%s", self._peer.worker)
             trouble = Trouble(PeerGone, f"no connection to {self._address}: {_text(error)}")
             call_on(self._loop, self._on_refused, trouble)
             return

@@ -5,7 +5,8 @@ Every transport asks here before it lets a byte in, so the rules live once:
 * A grant is checked against what *we* noted when we gave it; of the sender's copy only the token counts.
 * Ranges of two live operations never overlap; within one operation writers may overlap.
 * A range is covered when every byte of it was verified and nobody is writing into it.
-* A writer that fails takes back what was covered where it wrote: the bytes may be torn.
+* A writer that fails takes back what was covered where it wrote: the bytes may be torn. Who writes there at the same
+  time is believed for its checksums alone.
 * A revoked operation lets no new writer in and is quiet once the last one has ended.
 
 Thread-safe; methods never block on anything but the lock.
@@ -53,7 +54,7 @@ class Writer:
     deadline_s: float
     condemn: Callable[[str], None]
     disturbed: bool = False
-    """Another writer failed on our spans since we began to verify: what we read may be gone already."""
+    """Another writer failed on our spans meanwhile: what we wrote and read there may be gone already."""
 
 
 @dataclass(slots=True)
@@ -149,11 +150,15 @@ class Ledger:
         return writer
 
     def verify(self, writer: Writer, checksums: Sequence[int]) -> list[int]:
-        """Ends ``writer`` well: compares its spans with ``checksums``, books them, returns the indexes that differ."""
+        """Ends ``writer`` well: compares its spans with ``checksums``, books them, returns the indexes that differ.
+
+        Without checksums none is right when the writer was disturbed: nobody can tell.
+        """
         while True:
             with self._lock:
+                unsure = writer.disturbed and not checksums
                 writer.disturbed = False
-            bad = self._mismatches(writer.spans, checksums)
+            bad = set(range(len(writer.spans))) if unsure else self._mismatches(writer.spans, checksums)
             with self._lock:
                 if writer.disturbed:
                     continue
@@ -300,7 +305,7 @@ class Ledger:
             return set()
         return {
             i for i, (span, expected) in enumerate(zip(spans, checksums, strict=True))
-            if checksum(self._segments[span.segment].read(span.offset, span.length)) != expected
+            if checksum(self._segments[span.segment].read_parts(span.offset, span)) != expected
         }
 
     def _leave(self, entry: _Entry, writer: Writer) -> list[Callable[[], None]]:

@@ -93,6 +93,11 @@ class Link:
         return any(load.lane.failed is None for load in self._open)
 
     @property
+    def idle(self) -> bool:
+        """Is nobody connecting, sending or waiting to?"""
+        return self._opening is None and not self._batches and not self._waiting
+
+    @property
     def inflight_bytes(self) -> int:
         """On their way, or about to be."""
         return self._nbytes
@@ -199,15 +204,14 @@ class Link:
         load = self._usable({})
         if load is not None:
             return load
-        if self._opening is None:
-            self._opening = self._start()
         # Others may wait for it too: our deadline must not end their wait.
-        opened = await asyncio.shield(self._opening)
+        opened = await asyncio.shield(self._opening or self._start())
         best = min(self._open, key=lambda load: load.nbytes, default=None)
         return best if best is not None else opened
 
     def _start(self) -> asyncio.Future[_Load | Trouble]:
         opening: asyncio.Future[_Load | Trouble] = asyncio.get_running_loop().create_future()
+        self._opening = opening
         lane = self._make_lane()
         self._started = [other for other in self._started if other.alive]
         self._started.append(lane)
@@ -221,7 +225,10 @@ class Link:
             self._open.append(load)
             opening.set_result(load)
 
-        lane.start(opened)
+        try:
+            lane.start(opened)
+        except RuntimeError as error:
+            opened(Trouble(PeerGone, f"no thread for a connection: {error}"))
         return opening
 
     def _submit(self, load: _Load, sending: Sending, index: int) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from shared.messages import Endpoint
 from shared.transfer.addresses import DeviceAddress
-from shared.transfer.frames import MAX_SPANS, Span
+from shared.transfer.frames import MAX_PARTS, MAX_SPANS, Span
 from shared.transfer.types import Slice
 
 PIECE_BYTES = 8 << 20
@@ -179,7 +179,7 @@ def _pieces(slices: Mapping[int, Slice], join: bool, strided: bool, piece_bytes:
         if not length:
             continue
         if item.count > 1 and strided and length <= piece_bytes:
-            yield from _strided(index, item, max(1, piece_bytes // length))
+            yield from _strided(index, item, min(MAX_PARTS, piece_bytes // length))
             continue
         for step in range(0, item.count * item.stride, item.stride) if item.count > 1 else (0,):
             parts.append((remote.segment, item.segment, remote.offset + step, item.offset + step, length, index))

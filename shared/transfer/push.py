@@ -8,13 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from shared.errors import Bug
+from shared.ids import WorkerId
 from shared.messages import Endpoint, Grant
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.link import EARLY_S, Link, Sending
 from shared.transfer.plan import Choice, Routes
 from shared.transfer.router import Router
 from shared.transfer.tally import NOTHING, Tally
-from shared.transfer.types import ChecksumMismatch, PeerGone, PushResult, Slice, SliceStatus, TransferError, Trouble
+from shared.transfer.types import (
+    ChecksumMismatch,
+    PeerGone,
+    PushResult,
+    Slice,
+    SliceStatus,
+    TransferCancelled,
+    TransferError,
+    Trouble,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +166,7 @@ class Push:
         """``broke``: did a connection break in the first step? ``None`` if none was taken."""
         if broke is not False:
             await self._try_paths(again=broke is True)
-        if self._tally.owes_note and not self._cancelled:
+        if self._tally.owes_note and not (self._cancelled or self._router.closed):
             await self._try_paths(again=False)  # every batch is committed: now the note may go
 
     async def _try_paths(self, *, again: bool) -> None:
@@ -217,8 +228,9 @@ class PushStream:
     Do not change the source bytes before :meth:`close` or :meth:`stop` has returned.
     """
 
-    def __init__(self, start: Callable[[Sequence[Slice], bytes | None], Push]) -> None:
-        self._start = start
+    def __init__(self, peer: WorkerId, check: Callable[[Sequence[Slice]], object],
+                 start: Callable[[Sequence[Slice], bytes | None], Push]) -> None:
+        self._peer, self._check, self._start = peer, check, start
         self._slices: list[Slice] = []
         self._statuses: dict[int, SliceStatus] = {}
         self._ready: list[int] = []
@@ -226,6 +238,7 @@ class PushStream:
         self._attempts: Counter[int] = Counter()
         self._flying: dict[Push, list[int]] = {}
         self._idle = asyncio.Event()
+        """Is nothing on its way?"""
         self._idle.set()
         self._began_s = 0.0
         self.pushes = 0
@@ -235,6 +248,7 @@ class PushStream:
 
     def push(self, slices: Sequence[Slice]) -> None:
         """These slices hold their final bytes now. Raises :class:`Bug` for one that is not of our memory."""
+        self._check(slices)
         self._ready += range(len(self._slices), len(self._slices) + len(slices))
         self._slices += slices
         self._pump()
@@ -244,26 +258,37 @@ class PushStream:
 
         A slice that was not sent, since an earlier one broke the stream, has that one's error.
         """
-        await self._idle.wait()
+        while self._flying:
+            await self._idle.wait()
         if notify is None or self.broken.done():
             return self._result(None)
         return self._result(await self._start((), notify))
 
     async def stop(self) -> None:
-        """Sends nothing more and returns once nothing is on its way. Idempotent."""
-        self._ready.clear()
+        """Sends nothing more and returns once nothing is on its way, even if it is cancelled meanwhile. Idempotent."""
+        self.broken.cancel()  # from here on nothing starts, whatever becomes ready
         for push in list(self._flying):
             push.cancel()
-        await self._idle.wait()
-        self.broken.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while self._flying:
+            try:
+                await self._idle.wait()
+            except asyncio.CancelledError as error:  # the source is the caller's again only once nothing reads it
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     def _pump(self) -> None:
         while self._ready and len(self._flying) < STREAM_PUSHES and not self.broken.done():
             indexes, self._ready = self._ready, []
             self._began_s = self._began_s or host_clock_s()
-            self._idle.clear()
-            push = self._start([self._slices[i] for i in indexes], None)
+            try:
+                push = self._start([self._slices[i] for i in indexes], None)
+            except Bug as bug:  # they were good when they became ready: their memory has been unregistered since
+                self.broken.set_result(TransferCancelled(self._peer, str(bug)))
+                break
             self.pushes += 1
+            self._idle.clear()
             self._flying[push] = indexes
             push.call_when_done(self._ended)
         if not self._flying:
@@ -284,7 +309,8 @@ class PushStream:
         self._pump()
 
     def _result(self, note: PushResult | None) -> PushResult:
-        error = self.broken.result() if self.broken.done() and not self.broken.cancelled() else None
+        broke = self.broken.done() and not self.broken.cancelled()
+        error = self.broken.result() if broke else TransferCancelled(self._peer, "stopped before it was sent")
         statuses = [self._statuses.get(i) or SliceStatus(item, error) for i, item in enumerate(self._slices)]
         paths = dict.fromkeys(status.path for status in statuses if status.error is None and status.path)
         return PushResult(

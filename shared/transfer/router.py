@@ -75,6 +75,7 @@ class Router:
         #: {(peer, is it for bytes of a GPU): (how it is reached, is it in this process, routes when none was paused)}
         self._routes: dict[tuple[WorkerId, bool], tuple[Endpoint, bool, Routes]] = {}
         self._sent_slices = 0
+        self._tidied_s = clock.monotonic()
         self.counts = counts
         self.pushes: set[Push] = set()
         """On their way."""
@@ -92,6 +93,8 @@ class Router:
 
     def routes(self, peer: Endpoint, slices: Sequence[Slice]) -> Routes:
         """Paths to ``peer`` for ``slices``, best first; the first is counted as chosen."""
+        if self.closed:
+            return Routes((), dict.fromkeys(self._settings.paths, "this engine was closed"))
         same_process = copy.is_local(peer)
         own, segments = self._own, self._sender.segments
         on_device = bool(own.nvlink) and all(isinstance(segments[item.segment], DeviceSegment) for item in slices)
@@ -124,7 +127,7 @@ class Router:
         elif choice.path == nvlink.PATH:
             batch_bytes = DEVICE_BATCH_BYTES
         proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)
-        return plan_batches(slices, join=not proven, strided=strided and not proven, batch_bytes=batch_bytes)
+        return plan_batches(slices, join=not proven, strided=strided, batch_bytes=batch_bytes)
 
     def link(self, peer: Endpoint, choice: Choice) -> Link:
         """The link to ``peer`` by that path."""
@@ -187,6 +190,20 @@ class Router:
         for link in self._links.values():
             link.forget(serial)
 
+    def tidy(self) -> None:
+        """Now and then, lets go of what is known of peers that went away. To be called a few times a second."""
+        now = self._clock.monotonic()
+        if now - self._tidied_s < MAX_PAUSE_S:
+            return
+        self._tidied_s = now
+        self._pauses = {key: pause for key, pause in self._pauses.items() if now - pause.until_s < MAX_PAUSE_S}
+        for key in [key for key, link in self._links.items() if link.idle and not link.connected]:
+            self._end(key, "nobody is there any more")
+        self._retired = [lane for lane in self._retired if lane.alive]
+        peers = {key[0] for key in self._links}
+        self._lives = {peer: life for peer, life in self._lives.items() if peer in peers}
+        self._routes = {key: known for key, known in list(self._routes.items()) if key[0] in peers}
+
     def close(self) -> list[Lane]:
         """Ends everything on its way; returns the lanes to join."""
         self.closed = True
@@ -203,7 +220,7 @@ class Router:
 
     def _retire(self, peer: Endpoint) -> None:
         """Ends what leads to former lives of ``peer``."""
-        self._routes = {key: known for key, known in self._routes.items() if key[0] != peer.worker}
+        self._routes = {key: known for key, known in list(self._routes.items()) if key[0] != peer.worker}
         self._retired = [lane for lane in self._retired if lane.alive]
         for key in [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]:
             self._end(key, "the peer has a new incarnation")

@@ -87,6 +87,12 @@ class Segment:
         """``[offset, offset + length)``: the memory itself, or a copy when it is staged."""
         return self.array[offset:offset + length]
 
+    def read_parts(self, offset: int, span: Span) -> npt.NDArray[np.uint8]:
+        """Parts like those of ``span``, the first at ``offset``, back to back; a copy unless there is but one."""
+        if span.count == 1:
+            return self.read(offset, span.length)
+        return np.concatenate([self.read(offset + start - span.offset, span.length) for start, _ in span.parts()])
+
     def read_into(self, out: npt.NDArray[np.uint8], offset: int) -> None:
         """Copies ``[offset, offset + len(out))`` into ``out``."""
         out[:] = self.array[offset:offset + len(out)]

@@ -172,10 +172,15 @@ class ShmSession(Session):
 
     def _copy(self, body: frames.Copy) -> None:
         self._attach(body.attached)
-        if self._begin(body) is None:
+        writer = self._begin(body)
+        if writer is None:
             return
-        for span, source in zip(body.spans, body.sources, strict=True):
-            self._ledger.segment_of(span).write_parts(span, self._source(source, span))
+        while True:
+            for span, source in zip(body.spans, body.sources, strict=True):
+                self._ledger.segment_of(span).write_parts(span, self._source(source, span))
+            if not writer.disturbed:
+                break
+            writer.disturbed = False  # as by a former attempt at the same bytes, whose connection broke
         self._commit_copy(body)
 
     def _attach(self, serials: list[int]) -> None:

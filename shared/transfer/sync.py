@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
 import uvloop
 
+from shared.errors import Bug
 from shared.ids import HostId, Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Grant, Range
 from shared.transfer import shm, tcp
@@ -44,14 +45,15 @@ class SyncTransferEngine:
         self._reading: list[Sequence[Slice]] = []
         """Slices of the pushes that go on."""
         self._ended = threading.Condition()
-        self._awaited = False
-        """Does somebody wait for a push to end?"""
+        self._awaiting = 0
+        """Threads that wait for pushes to end."""
+        self._closed = False
 
     @classmethod
     @contextmanager
     def open(cls, *, worker: WorkerId, incarnation: Incarnation, host: HostId | None = None,
              settings: TransferSettings | None = None) -> Iterator[SyncTransferEngine]:
-        """See :meth:`TransferEngine.open`."""
+        """See :meth:`TransferEngine.open`; leaving waits for the pushes that go on."""
         loop = uvloop.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name=f"transfer-{worker}-loop", daemon=True)
         thread.start()
@@ -63,6 +65,8 @@ class SyncTransferEngine:
             try:
                 yield sync
             finally:
+                sync._closed = True
+                sync._wait_for(lambda slices: True)
                 sync._lines.drop()
         finally:
             _call(loop, stack.aclose())
@@ -81,11 +85,9 @@ class SyncTransferEngine:
 
     def unregister(self, name: str) -> None:
         """See :meth:`TransferEngine.unregister`; pushes from it are waited for."""
-        with self._ended:
-            self._awaited = True
-            self._ended.wait_for(lambda: not any(item.segment == name for slices in self._reading for item in slices))
-            self._awaited = False
-        _call(self._loop, self._engine.unregister(name))
+        segment = self._engine.begin_unregister(name)
+        self._wait_for(lambda slices: any(item.segment == name for item in slices))
+        _call(self._loop, self._engine.finish_unregister(segment))
         self._lines.drop()
 
     def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
@@ -117,13 +119,15 @@ class SyncTransferEngine:
              notify: bytes | None = None) -> PushResult:
         """See :meth:`TransferEngine.push`; returns when it has ended."""
         engine, started_s = self._engine, host_clock_s()
-        nbytes = engine.check(slices)
-        if timeout_s is None:
-            timeout_s = engine.settings.timeout_s(nbytes)
-        deadline_s = started_s + timeout_s
-        tally = Tally(peer.worker, slices, notify, started_s)
-        self._reading.append(slices)
+        self._reading.append(slices)  # before we look whether it may be read: whoever forbids it looks here after that
         try:
+            if self._closed:
+                raise Bug("this engine was closed")
+            nbytes = engine.check(slices, notify)
+            if timeout_s is None:
+                timeout_s = engine.settings.timeout_s(nbytes)
+            deadline_s = started_s + timeout_s
+            tally = Tally(peer.worker, slices, notify, started_s)
             if self._push_directly(peer, tally, grant, deadline_s):
                 result = tally.result(host_clock_s())
                 engine.router.counts.ended(result)
@@ -134,9 +138,16 @@ class SyncTransferEngine:
 
     def _forget(self, slices: Sequence[Slice]) -> None:
         self._reading.remove(slices)
-        if self._awaited:
+        if self._awaiting:
             with self._ended:
                 self._ended.notify_all()
+
+    def _wait_for(self, concerned: Callable[[Sequence[Slice]], bool]) -> None:
+        """Returns once no push of such slices goes on."""
+        with self._ended:
+            self._awaiting += 1
+            self._ended.wait_for(lambda: not any(concerned(slices) for slices in list(self._reading)))
+            self._awaiting -= 1
 
     def _push_directly(self, peer: Endpoint, tally: Tally, grant: Grant, deadline_s: float) -> bool:
         """Does what can be done from this thread; false when something is left that another path may do."""

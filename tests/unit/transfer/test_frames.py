@@ -85,9 +85,9 @@ def test_bodies_out_of_bounds_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(("kind", "span", "checksums"), [
     (Kind.WRITE, ["kv", 0, 10, 2, 64], []), (Kind.COPY, ["kv", 0, 10, 2, 9], []),
-    (Kind.COPY, ["kv", 0, 10, 2, 64], [1]), (Kind.COPY, ["kv", 0, 1 << 20, 65, 1 << 20], []),
-    (Kind.COPY, ["kv", 0, 10, 0, 64], []),
-], ids=["in a write", "overlapping", "with a checksum", "huge together", "none"])
+    (Kind.COPY, ["kv", 0, 10, 2, 64], [1, 2]), (Kind.COPY, ["kv", 0, 1 << 20, 65, 1 << 20], []),
+    (Kind.COPY, ["kv", 0, 10, 0, 64], []), (Kind.COPY, ["kv", 0, 10, frames.MAX_PARTS + 1, 64], []),
+], ids=["in a write", "overlapping", "a checksum each", "huge together", "none", "too many"])
 def test_parts_of_a_span_have_bounds(kind: Kind, span: list[object], checksums: list[int]) -> None:
     tail = [] if kind is Kind.WRITE else [[[1, 0]], [], 0.0]
     with pytest.raises(FrameError):

@@ -238,3 +238,13 @@ def test_a_writer_that_fails_while_we_verify_makes_us_read_again(books: Books,
     monkeypatch.setattr("shared.transfer.ledger.checksum", fail_the_other_meanwhile)
     assert books.ledger.verify(writer, good) == [0]
     assert len(reads) == 2 and not books.covered(0, 10)
+
+
+def test_a_writer_without_checksums_is_not_believed_once_another_failed_where_it_writes(books: Books) -> None:
+    grant = books.grant((0, 100))
+    writer, apart, late = books.begin(grant, (0, 10)), books.begin(grant, (50, 60)), books.begin(grant, (5, 15))
+    books.segment.array[0:10] = 1
+    books.segment.array[7] = 99  # by the other one, whose source is something else by now
+    books.ledger.fail(late)
+    assert books.ledger.verify(writer, []) == [0] and not books.covered(0, 1)
+    assert books.ledger.verify(apart, []) == [] and books.covered(50, 60)
