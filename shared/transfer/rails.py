@@ -6,7 +6,8 @@ predicted to finish it first::
     (bytes on their way through our card + bytes of the batch) / measured bandwidth of our card * NUMA penalty
 
 where the penalty is how much further the batch's memory is from that card than memory of the card's own node. The
-bytes on their way are those of all rails of the card, to whichever peer.
+bytes on their way are those of all rails of the card, to whichever peer. A measurement grows old: a card that was
+not used for a while is believed again what its link claims, so that one that was slow once gets another chance.
 
 A rail that fails is down: nothing takes it until its cool-down is over, which doubles from failure to failure.
 """
@@ -22,6 +23,8 @@ SMOOTHING = 0.2
 """Weight of the newest sample of a card's bandwidth."""
 SAMPLE_BYTES = 64 << 10
 """Batches below this say more about latency than about bandwidth."""
+STALE_S = 10.0
+"""Age at which a measurement of a card that is not in use is forgotten."""
 COOL_DOWN_S = 1.0
 MAX_COOL_DOWN_S = 60.0
 ROCE_V2 = "RoCE v2"
@@ -114,12 +117,16 @@ class Topology:
 class Load:
     """What is on its way through one of our cards, and how fast it has been going. Shared by all its rails."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        """Measured; the link's own claim until there is a measurement."""
-        self.inflight_bytes = 0
-        self._measured = False
+    def __init__(self, claimed_bytes_per_s: float) -> None:
+        self._claimed = self._measured = claimed_bytes_per_s
+        self._has_measured = False
         self._finished_s = 0.0
+        self.inflight_bytes = 0
+
+    def bytes_per_s(self, now_s: float) -> float:
+        """As measured; as the link claims while there is no measurement, or an old one only."""
+        stale = not self.inflight_bytes and now_s - self._finished_s > STALE_S
+        return self._claimed if stale else self._measured
 
     def started(self, nbytes: int) -> None:
         """A batch is given to the card."""
@@ -136,14 +143,13 @@ class Load:
         self._finished_s = now_s
         if nbytes < SAMPLE_BYTES or alone_s <= 0:
             return
-        sample = nbytes / alone_s
-        weight = SMOOTHING if self._measured else 1.0
-        self.bytes_per_s += weight * (sample - self.bytes_per_s)
-        self._measured = True
+        weight = SMOOTHING if self._has_measured else 1.0
+        self._measured += weight * (nbytes / alone_s - self._measured)
+        self._has_measured = True
 
-    def predicted_s(self, nbytes: int, penalty: float) -> float:
+    def predicted_s(self, nbytes: int, penalty: float, now_s: float) -> float:
         """Seconds until ``nbytes`` more would have passed."""
-        return (self.inflight_bytes + nbytes) / self.bytes_per_s * penalty
+        return (self.inflight_bytes + nbytes) / self.bytes_per_s(now_s) * penalty
 
 
 @dataclass(slots=True)
@@ -176,17 +182,17 @@ class Rails:
         self.rails = list(rails)
         self._topology = topology
 
-    def choose(self, nbytes: int, *, buffer_node: int) -> Choice | None:
+    def choose(self, nbytes: int, *, buffer_node: int, now_s: float) -> Choice | None:
         """The rail that is up and predicted to finish first; ``None`` when none is up."""
         best: Choice | None = None
         for i, rail in enumerate(self.rails):
             if not rail.up:
                 continue
             penalty = self._topology.penalty(rail.nic.node, buffer_node)
-            predicted_s = rail.load.predicted_s(nbytes, penalty)
+            predicted_s = rail.load.predicted_s(nbytes, penalty, now_s)
             if best is None or predicted_s < best.predicted_s:
                 best = Choice(i, predicted_s, f"{rail.nic.name}: {rail.load.inflight_bytes} bytes before it, "
-                                              f"{rail.load.bytes_per_s / 1e9:.2f} GB/s, penalty {penalty:.1f}")
+                                              f"{rail.load.bytes_per_s(now_s) / 1e9:.2f} GB/s, penalty {penalty:.1f}")
         return best
 
     def opened(self, rail: int) -> None:

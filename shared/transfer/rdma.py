@@ -291,7 +291,8 @@ class RdmaLane(StreamLane):
             return
         batch, end = transfer.batch, None
         if batch.pieces:
-            choice = self._rails.choose(batch.nbytes, buffer_node=self._fabric.node(batch.pieces[0].segment))
+            choice = self._rails.choose(batch.nbytes, buffer_node=self._fabric.node(batch.pieces[0].segment),
+                                        now_s=self._sender.clock.monotonic())
             if choice is None:
                 self.fail(Trouble(PeerGone, f"no rail is up: {self._rails.why_down}"))
                 return

@@ -98,7 +98,8 @@ def pytest_there(environment: dict[str, str], *arguments: str) -> str:
 
 def test_the_contract_of_transports_holds(environment: dict[str, str]) -> None:
     # An emulated processor takes 40 s to import torch, and a quarter of a minute for hypothesis' examples.
-    output = pytest_there(environment, "-k", "rdma and not tensor and not any_slices", "tests/contract/test_transfer.py")
+    output = pytest_there(environment, "-k", "rdma and not tensor and not any_slices",
+                          "tests/contract/test_transfer.py")
     assert " passed" in output, output
 
 

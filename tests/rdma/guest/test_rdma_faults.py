@@ -191,9 +191,9 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered() -> No
 
 @pytest.mark.usefixtures("second_card")
 async def test_both_cards_are_used_and_when_one_fails_the_other_takes_the_rest_until_it_is_back() -> None:
-    async with receiving() as (b, grant), own_engine() as engine:
+    async with receiving() as (b, grant), own_engine(max_inflight=64 * MIB) as engine:
         before = packets("rxe0"), packets("rxe1")
-        assert (await engine.push(b.endpoint, blocks(rounds=2), grant, timeout_s=60)).ok
+        assert (await engine.push(b.endpoint, blocks(rounds=3), grant, timeout_s=60)).ok
         assert packets("rxe0") > before[0] + 100 and packets("rxe1") > before[1] + 100
         async with under_way(engine, b, grant, blocks(rounds=6)) as push:
             with cable_pulled("roce1"):
@@ -203,7 +203,7 @@ async def test_both_cards_are_used_and_when_one_fails_the_other_takes_the_rest_u
 
         async def second_carries_again() -> bool:
             seen = packets("rxe1")
-            assert (await engine.push(b.endpoint, blocks(), grant, timeout_s=60)).ok
+            assert (await engine.push(b.endpoint, blocks(rounds=3), grant, timeout_s=60)).ok
             return packets("rxe1") > seen + 100
 
         await eventually(second_carries_again, timeout_s=30)

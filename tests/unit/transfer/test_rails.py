@@ -12,6 +12,7 @@ from shared.transfer.frames import MAX_RAILS
 from shared.transfer.rails import (
     COOL_DOWN_S,
     MAX_COOL_DOWN_S,
+    STALE_S,
     Gid,
     Load,
     Nic,
@@ -110,13 +111,24 @@ def test_an_unknown_node_costs_nothing(card: int, buffer: int) -> None:
 
 def test_bandwidth_starts_as_claimed_and_follows_what_is_measured() -> None:
     load = Load(10e9)
+    assert load.bytes_per_s(0.0) == 10e9
     load.started(1 << 20)
     load.finished(1 << 20, started_s=1.0, now_s=1.001)
     first = (1 << 20) / 0.001
-    assert load.bytes_per_s == pytest.approx(first) and load.inflight_bytes == 0
+    assert load.bytes_per_s(1.0) == pytest.approx(first) and load.inflight_bytes == 0
     load.started(1 << 20)
     load.finished(1 << 20, started_s=2.0, now_s=2.002)
-    assert load.bytes_per_s == pytest.approx(first + 0.2 * (first / 2 - first))
+    assert load.bytes_per_s(2.0) == pytest.approx(first + 0.2 * (first / 2 - first))
+
+
+def test_an_old_measurement_of_an_idle_card_is_forgotten() -> None:
+    load = Load(10e9)
+    load.started(1 << 20)
+    load.finished(1 << 20, started_s=1.0, now_s=2.0)
+    assert load.bytes_per_s(2.0 + STALE_S) == 1 << 20
+    assert load.bytes_per_s(2.1 + STALE_S) == 10e9
+    load.started(1)
+    assert load.bytes_per_s(2.1 + STALE_S) == 1 << 20
 
 
 def test_a_batch_that_waited_behind_another_is_measured_from_its_turn() -> None:
@@ -125,7 +137,7 @@ def test_a_batch_that_waited_behind_another_is_measured_from_its_turn() -> None:
         load.started(1 << 20)
     load.finished(1 << 20, started_s=0.0, now_s=0.5)
     load.finished(1 << 20, started_s=0.0, now_s=1.0)
-    assert load.bytes_per_s == pytest.approx((1 << 20) / 0.5)
+    assert load.bytes_per_s(1.0) == pytest.approx((1 << 20) / 0.5)
 
 
 def test_small_batches_and_dropped_ones_measure_nothing() -> None:
@@ -134,7 +146,7 @@ def test_small_batches_and_dropped_ones_measure_nothing() -> None:
     load.started(1 << 20)
     load.finished(100, started_s=0.0, now_s=1.0)
     load.dropped(1 << 20)
-    assert (load.bytes_per_s, load.inflight_bytes) == (1e9, 0)
+    assert (load.bytes_per_s(1.0), load.inflight_bytes) == (1e9, 0)
 
 
 # -- choice -----------------------------------------------------------------------------------------------------
@@ -148,7 +160,7 @@ def rails_of(*cards: Nic, topology: Topology = TWO_NODES) -> Rails:
 
 
 def chosen(rails: Rails, nbytes: int = 8 << 20, node: int = 0) -> int | None:
-    choice = rails.choose(nbytes, buffer_node=node)
+    choice = rails.choose(nbytes, buffer_node=node, now_s=0.0)
     if choice is None:
         return None
     rails.rails[choice.rail].load.started(nbytes)
@@ -183,7 +195,7 @@ def test_a_card_is_as_busy_as_all_its_rails() -> None:
 
 def test_the_reason_has_the_numbers() -> None:
     rails = rails_of(nic(name="a"))
-    choice = rails.choose(125, buffer_node=1)
+    choice = rails.choose(125, buffer_node=1, now_s=0.0)
     assert choice is not None
     assert choice.reason == "a: 0 bytes before it, 12.50 GB/s, penalty 2.1"
     assert choice.predicted_s == pytest.approx(125 / 12.5e9 * 2.1)
@@ -196,10 +208,10 @@ def test_the_choice_is_the_earliest_predicted_finish(cards: list[tuple[float, in
     rails = rails_of(*(nic(name=str(i), gbps=gbps, node=place) for i, (gbps, _, place) in enumerate(cards)))
     for rail, (_, inflight, _) in zip(rails.rails, cards, strict=True):
         rail.load.started(inflight)
-    choice = rails.choose(nbytes, buffer_node=node)
+    choice = rails.choose(nbytes, buffer_node=node, now_s=0.0)
     assert choice is not None
     assert choice.predicted_s == min(
-        rail.load.predicted_s(nbytes, TWO_NODES.penalty(rail.nic.node, node)) for rail in rails.rails)
+        rail.load.predicted_s(nbytes, TWO_NODES.penalty(rail.nic.node, node), 0.0) for rail in rails.rails)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------
