@@ -200,6 +200,7 @@ class DecodeShell:
         if request.starting:
             return Accepted(request=message.request, attempt=message.attempt)
         request.starting, request.handed_over_s = True, time.time()
+        self._worker.transfer.shut(request.operation)  # or a straggler could write once we have looked
         covered = self._worker.transfer.covered
         missing = [place for place in request.landing.slots if not covered(request.operation, place)]
         try:

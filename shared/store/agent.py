@@ -235,6 +235,7 @@ class StoreAgent:
         except BusError as error:
             why = "bus"
             log.warning("action=fetch_failed owner=%s error=%s", part.owner, error)
+        self._transfer.shut(landing)  # or a straggler could write once we have looked
         arrived = next((i for i, place in enumerate(ranges) if not self._transfer.covered(landing, place)), len(slots))
         try:
             await asyncio.wait_for(self._transfer.release(landing), _RELEASE_PATIENCE_S)

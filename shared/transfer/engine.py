@@ -179,8 +179,15 @@ class TransferEngine:
         return self._ledger.grant(operation, ranges, ttl_s=ttl_s, peer=peer)
 
     def covered(self, operation: OperationId, range: Range) -> bool:
-        """Has every byte of ``range`` been written and verified under ``operation``, with no writer in it now?"""
+        """Has every byte of ``range`` been written and verified under ``operation``, with no writer in it now?
+
+        It may be written again as long as the operation is not :meth:`shut`.
+        """
         return self._ledger.covered(operation, range)
+
+    def shut(self, operation: OperationId) -> None:
+        """Refuses new writers: what is :meth:`covered` from now on stays so. Idempotent; :meth:`release` implies it."""
+        self._ledger.shut(operation)
 
     def received_bytes(self, operation: OperationId) -> int:
         """Distinct bytes that arrived verified under ``operation``; 0 once it is released."""

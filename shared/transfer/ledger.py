@@ -7,7 +7,8 @@ Every transport asks here before it lets a byte in, so the rules live once:
 * A range is covered when every byte of it was verified and nobody is writing into it.
 * A writer that fails takes back what was covered where it wrote: the bytes may be torn. Who writes there at the same
   time is believed for its checksums alone.
-* A revoked operation lets no new writer in and is quiet once the last one has ended.
+* A shut operation lets no new writer in, so what is covered stays so; a revoked one is shut, and quiet once the last
+  writer has ended.
 
 Thread-safe; methods never block on anything but the lock.
 """
@@ -74,6 +75,7 @@ class _Entry:
     grants: list[_Granted] = field(default_factory=list)
     verified: dict[str, IntervalSet] = field(default_factory=dict)
     writers: set[Writer] = field(default_factory=set)
+    shut: bool = False
     revoked: bool = False
     quiet: list[Callable[[], None]] = field(default_factory=list)
     """Called once the operation is revoked and its last writer has ended."""
@@ -117,7 +119,7 @@ class Ledger:
                 raise Bug(f"grant for {operation} names bytes that are not ours: {item}")
         with self._lock:
             entry = self._entries.get(operation)
-            if entry is not None and entry.revoked:
+            if entry is not None and entry.shut:
                 raise Bug(f"operation {operation} is being released; it cannot be granted anything")
             for item in ranges:
                 self._check_exclusive(operation, item)
@@ -196,6 +198,13 @@ class Ledger:
         if self._retired:
             self._tell_retired()
 
+    def shut(self, operation: OperationId) -> None:
+        """Refuses the operation's writers from now on; what it has stays known until it is revoked."""
+        with self._lock:
+            entry = self._entries.get(operation)
+            if entry is not None:
+                entry.shut = True
+
     def revoke(self, operation: OperationId, on_quiet: Callable[[], None]) -> None:
         """Refuses the operation's writers from now on; calls ``on_quiet`` (from any thread) once none is left.
 
@@ -204,7 +213,7 @@ class Ledger:
         with self._lock:
             entry = self._entries.get(operation)
             if entry is not None:
-                entry.revoked = True
+                entry.shut = entry.revoked = True
                 entry.quiet.append(on_quiet)
                 quiet = self._close_if_quiet(operation, entry)
             else:
@@ -283,7 +292,7 @@ class Ledger:
         if claim.incarnation != self.incarnation:
             raise Refused(f"grant of incarnation {claim.incarnation}, this is {self.incarnation}")
         entry = self._entries.get(operation)
-        if entry is None or entry.revoked:
+        if entry is None or entry.shut:
             raise Refused(f"operation {operation} holds no grant here; it was released or never granted")
         granted = next((g for g in entry.grants if hmac.compare_digest(g.token, claim.token)), None)
         if granted is None:

@@ -99,6 +99,10 @@ class SyncTransferEngine:
         """See :meth:`TransferEngine.covered`."""
         return self._engine.covered(operation, range)
 
+    def shut(self, operation: OperationId) -> None:
+        """See :meth:`TransferEngine.shut`."""
+        self._engine.shut(operation)
+
     def received_bytes(self, operation: OperationId) -> int:
         """See :meth:`TransferEngine.received_bytes`."""
         return self._engine.received_bytes(operation)

@@ -248,3 +248,21 @@ def test_a_writer_without_checksums_is_not_believed_once_another_failed_where_it
     books.ledger.fail(late)
     assert books.ledger.verify(writer, []) == [0] and not books.covered(0, 1)
     assert books.ledger.verify(apart, []) == [] and books.covered(50, 60)
+
+
+def test_what_is_covered_when_an_operation_is_shut_stays_so(books: Books) -> None:
+    grant = books.grant((0, 100))
+    books.write(grant, (0, 50))
+    late = books.begin(grant, (40, 60))
+    books.ledger.shut(OP)
+    assert books.covered(0, 40) and not books.covered(0, 50), "somebody is writing there still"
+    with pytest.raises(Refused, match="released"):
+        books.begin(grant, (0, 10))
+    with pytest.raises(Bug, match="being released"):
+        books.grant((0, 10))
+    assert books.ledger.verify(late, books.sums(late)) == [] and books.covered(0, 60)
+    quiet: list[bool] = []
+    books.ledger.revoke(OP, lambda: quiet.append(True))
+    assert quiet and not books.covered(0, 10)
+    books.ledger.shut(OP)
+    books.grant((0, 100), operation=OperationId("next"))
