@@ -55,7 +55,7 @@ class TransferEngine:
 
     Its segments may be read and written by anybody who was given their ``buffer``; a range that is granted to an
     operation belongs to that operation's writers until :meth:`release` has returned. ``settings``, ``router``,
-    ``sender`` and ``check`` are for the package's own modules.
+    ``sender``, ``check``, ``begin_unregister`` and ``finish_unregister`` are for the package's own modules.
     """
 
     def __init__(self, worker: WorkerId, incarnation: Incarnation, host: HostId, settings: TransferSettings,

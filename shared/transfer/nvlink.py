@@ -103,7 +103,7 @@ class NvlinkSession(Session):
             raise frames.FrameError(f"memory {body.serial} cannot be opened: {error}") from error
 
     def _copy(self, body: frames.Copy) -> None:
-        if self._begin(body) is None:
+        if self._begin_copy(body) is None:
             return
         waits: list[Callable[[], None]] = []
         try:

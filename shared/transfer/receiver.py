@@ -133,6 +133,12 @@ class Session(ABC):
         self._connection.send(frames.Ack(claim.id, bad=bad))
         return bad
 
+    def _begin_copy(self, claim: frames.Copy) -> Writer | None:
+        """Admits a copy, unless its sender has hung up: it may have sent these bytes by another way already."""
+        if self._connection.hung_up():
+            raise Closed
+        return self._begin(claim)
+
     def _commit_copy(self, claim: frames.Copy) -> None:
         """Ends a copy well if the sender's bytes cannot have changed by now.
 

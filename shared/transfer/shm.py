@@ -172,7 +172,7 @@ class ShmSession(Session):
 
     def _copy(self, body: frames.Copy) -> None:
         self._attach(body.attached)
-        writer = self._begin(body)
+        writer = self._begin_copy(body)
         if writer is None:
             return
         while True:

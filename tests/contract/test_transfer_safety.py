@@ -26,12 +26,12 @@ from shared.transfer import (
     TransferSettings,
     TransferTimeout,
 )
-from shared.transfer.addresses import join_address
+from shared.transfer.addresses import host_clock_s, join_address
 from shared.transfer.push import STREAM_PUSHES
 from shared.transfer.router import MAX_PAUSE_S
 from shared.transfer.segment import Segment
-from shared.transfer.shm import ShmLane
-from tests.contract.test_transfer import NBYTES, OP, PATHS, Pair, of, opened, raw_sender
+from shared.transfer.shm import ShmLane, ShmSession
+from tests.contract.test_transfer import NBYTES, OP, PATHS, Pair, copy_claim, of, opened, raw_sender
 from tests.support.eventually import eventually
 
 BIG = 16 << 20
@@ -148,6 +148,38 @@ async def test_what_is_copied_after_its_push_has_failed_does_not_count(held: Hel
             await asyncio.to_thread(lane.join)
 
 
+@pytest.mark.parametrize("path", ["copy", "shm"])
+async def test_what_is_copied_after_its_push_ran_out_of_time_does_not_count(path: str, held: Held) -> None:
+    async with opened(path, nbytes=4 << 20, checksums="off") as pair:
+        push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, 4 << 20))], pair.grant((0, 4 << 20)),
+                                timeout_s=0.2)
+        await held.reached()
+        assert isinstance((await push).error, TransferTimeout)
+        pair.source[:] = bytes(4 << 20)
+        held.go.set()
+        await eventually(lambda: quiet(pair))
+        assert pair.receiver.received_bytes(OP) == 0
+
+
+def test_what_is_copied_after_a_blocking_push_ran_out_of_time_does_not_count(held: Held) -> None:
+    allowed = TransferSettings(paths=("shm",))
+    with (
+        SyncTransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=allowed) as sender,
+        SyncTransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b1"), settings=allowed) as receiver,
+    ):
+        source = sender.register("kv", NBYTES).array
+        receiver.register("kv", NBYTES)
+        grant = receiver.grant(OP, [of(0, NBYTES)], ttl_s=60)
+        result = sender.push(receiver.endpoint, [Slice("kv", 0, of(0, NBYTES))], grant, timeout_s=0.2)
+        assert isinstance(result.error, TransferTimeout) and held.entered.is_set()
+        source[:] = 9
+        held.go.set()
+        receiver.shut(OP)
+        while receiver._engine._ledger.overdue(float("inf")):
+            time.sleep(1e-3)
+        assert receiver.received_bytes(OP) == 0
+
+
 async def test_a_push_waits_for_what_is_on_its_way_when_no_more_threads_can_be_had(
         held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(lane: ShmLane, opened: Callable[..., None]) -> None:
@@ -176,6 +208,31 @@ async def test_a_claim_that_cannot_be_put_into_a_frame_fails_alone() -> None:
         result = await asyncio.wait_for(pair.sender.push(endpoint, long, grant), 5)
         assert not result.ok and pair.sender.router.inflight_bytes == 0
         assert (await pair.push(grant, (0, 0, 1))).ok and pair.receiver.statistics().connections == 1
+
+
+async def test_a_claim_whose_sender_has_hung_up_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes may have come by another way since, and its source may be something else by now."""
+    async with opened("shm", checksums="off") as pair:
+        grant = pair.grant((0, 100))
+        with raw_sender(pair, "shm") as raw:
+            attach, taken, hung_up = ShmSession._attach, threading.Event(), threading.Event()
+            threads: list[threading.Thread] = []
+
+            def late(session: ShmSession, serials: list[int]) -> None:
+                attach(session, serials)
+                threads.append(session.thread)
+                taken.set()
+                assert hung_up.wait(10)
+
+            monkeypatch.setattr(ShmSession, "_attach", late)
+            raw.connection.send(copy_claim(grant, attached=[5], deadline_s=host_clock_s() + 60, offset=500),
+                                descriptors=[pair.sender._segments["kv"].fd])
+            assert await asyncio.to_thread(taken.wait, 10)
+        monkeypatch.setattr(ShmSession, "_attach", attach)
+        assert (await pair.push(grant, (0, 0, 100))).ok
+        hung_up.set()
+        await asyncio.to_thread(threads[0].join, 10)
+        assert pair.covered(0, 100) and pair.target[:100] == pair.source[:100]
 
 
 # -- memory that goes away ----------------------------------------------------------------------------------------
