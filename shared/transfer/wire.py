@@ -67,8 +67,8 @@ class Connection:
         """One frame; ``payload`` is gathered from where it lies. Blocks. Raises ``OSError``."""
         parts = [memoryview(frames.encode(body)), *(part.data for part in payload)]
         with self._sending:
-            self._send_rest(self._unsent, 0)
-            self._send_rest(_send_some(self._sock, parts, descriptors, 0), 0)
+            self._send_rest(self._unsent)
+            self._send_rest(_send_some(self._sock, parts, descriptors, 0))
 
     def send_now(self, body: frames.Body, payload: Sequence[Bytes] = (), descriptors: Sequence[int] = (), *,
                  at_most: int | None = None) -> bool | None:
@@ -95,13 +95,13 @@ class Connection:
     def flush(self) -> None:
         """Sends what :meth:`send_now` could not. Blocks. Raises ``OSError``."""
         with self._sending:
-            self._send_rest(self._unsent, 0)
+            self._send_rest(self._unsent)
 
-    def _send_rest(self, parts: list[memoryview], flags: int) -> None:
+    def _send_rest(self, parts: list[memoryview]) -> None:
         while parts:
             if self._deadline_s is not None and host_clock_s() >= self._deadline_s:
                 raise BlockingIOError  # the kernel finds no fault with waiting that got something out
-            parts = _send_some(self._sock, parts, (), flags)
+            parts = _send_some(self._sock, parts, (), 0)
         self._unsent = []
 
     # -- in -----------------------------------------------------------------------------------------------------
