@@ -83,6 +83,7 @@ class Link:
         self._open: list[_Load] = []
         self._opening: asyncio.Future[_Load | Trouble] | None = None
         self._started: list[Lane] = []
+        self._senders = 0
         self._batches = 0
         self._nbytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -94,8 +95,8 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Is nobody connecting, sending or waiting to?"""
-        return self._opening is None and not self._batches and not self._waiting
+        """Is nobody sending, or about to?"""
+        return not self._senders and not self._batches
 
     @property
     def inflight_bytes(self) -> int:
@@ -126,6 +127,13 @@ class Link:
         Cancelling it with ``sending.cancelled`` set holds back what was not submitted; the rest is waited for, since
         its bytes may be on their way.
         """
+        self._senders += 1
+        try:
+            await self._send(sending)
+        finally:
+            self._senders -= 1
+
+    async def _send(self, sending: Sending) -> None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + sending.deadline_s - host_clock_s() + EARLY_S
         done = asyncio.Event()

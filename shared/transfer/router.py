@@ -155,7 +155,7 @@ class Router:
             self._pauses.pop(key, None)
             return
         if self._lives.get(peer.worker, peer.incarnation) != peer.incarnation:
-            if (*key, choice.address) in self._links:
+            if link.idle and (*key, choice.address) in self._links:
                 self._end((*key, choice.address), "the peer has another incarnation")
             return
         former = self._pauses.get(key)
@@ -219,11 +219,12 @@ class Router:
         return {path: pause.why for path, pause in pauses if pause is not None and pause.until_s > now}
 
     def _retire(self, peer: Endpoint) -> None:
-        """Ends what leads to former lives of ``peer``."""
+        """Ends what leads to other lives of ``peer``, but for pushes on their way: a former one may be draining."""
         self._routes = {key: known for key, known in list(self._routes.items()) if key[0] != peer.worker}
         self._retired = [lane for lane in self._retired if lane.alive]
-        for key in [key for key in self._links if key[0] == peer.worker and key[1] != peer.incarnation]:
-            self._end(key, "the peer has a new incarnation")
+        for key, link in list(self._links.items()):
+            if key[0] == peer.worker and key[1] != peer.incarnation and link.idle:
+                self._end(key, "the peer has a new incarnation")
         for pause in [key for key in self._pauses if key[0] == peer.worker and key[1] != peer.incarnation]:
             del self._pauses[pause]
 

@@ -359,6 +359,22 @@ async def test_an_address_that_is_none_is_a_peer_that_is_gone(address: str) -> N
         assert isinstance(result.error, PeerGone)
 
 
+@pytest.mark.parametrize("path", ["copy", "shm", "tcp"])
+async def test_two_lives_of_a_peer_at_once_do_not_hurt_each_others_pushes(path: str) -> None:
+    only = TransferSettings(paths=(path,))
+    async with (
+        opened(path, checksums="off") as pair,
+        TransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b2"), settings=only) as next_life,
+    ):
+        next_life.register("kv", NBYTES)
+        lives = [(life.endpoint, life.grant(OP, [of(0, NBYTES)], ttl_s=60)) for life in (pair.receiver, next_life)]
+        for _ in range(20):
+            results = await asyncio.gather(*(
+                pair.sender.push(endpoint, [Slice("kv", 0, of(0, NBYTES))], grant)
+                for endpoint, grant in lives for _ in range(4)))
+            assert [result.error for result in results if not result.ok] == []
+
+
 async def test_nothing_is_kept_of_peers_that_went_away() -> None:
     async with opened("tcp") as pair:
         router = pair.sender.router
