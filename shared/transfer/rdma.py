@@ -10,7 +10,8 @@ A TCP connection carries what is agreed on, queue pairs (reliable, connected) th
     BEGIN: a claim, and the rail       →     admits it in the ledger
                                        ←     KEYS of segments that this rail has not had, then GO
     RDMA WRITEs, the last of which brings the claim's number to the receiver as an event
-                                       ←     ACK, once it is verified and committed
+                                       ←     ACK, once it is verified and committed; GO again, if a writer into
+                                             the same bytes failed meanwhile
     ABORT: nothing was written, nor will be
     DOWN: a rail failed                ↔     and its queue pair is destroyed; then its claims begin again elsewhere
 
@@ -355,8 +356,15 @@ class RdmaLane(StreamLane):
 
     def _cleared(self, flight: _Flight) -> None:
         end, pieces = flight.end, flight.transfer.batch.pieces
-        if end is None or flight.targets:
-            raise frames.FrameError(f"GO for claim {flight.number}, which has no bytes or was told so before")
+        if end is None:
+            raise frames.FrameError(f"GO for claim {flight.number}, which has no bytes")
+        if flight.targets:  # the receiver has all of it, but another writer's failure may have spoilt it
+            if flight in end.queue:
+                raise frames.FrameError(f"GO for claim {flight.number} again, while it is written")
+            former, flight = flight, _Flight(flight.number, flight.transfer, end, flight.checksums, begun=True)
+            self._forget(former)
+            self._load(end).started(flight.transfer.batch.nbytes)
+            self._flights[flight.number] = self._current[flight.transfer.id] = flight
         for piece in pieces:
             remote = piece.remote
             address, nbytes, key = end.keys.get(remote.segment, (0, 0, 0))
@@ -729,7 +737,13 @@ class RdmaSession(Session):
                     raise frames.FrameError(f"rail {rail} reports claim {completion.immediate}, "
                                             f"which is not in progress")
                 arrival.pair.receive()
-                if not self._condemned:
+                writer = self._writers[claim.id]
+                if writer.disturbed and not claim.checksums:
+                    # Where a writer failed that wrote into the same bytes: written once more, they are right.
+                    writer.disturbed = False
+                    arrival.claims[claim.id] = claim
+                    self._connection.send(frames.Go(claim.id))
+                elif not self._condemned:
                     self._recent[claim.id] = self._commit(claim, claim.checksums)
                     if len(self._recent) > 2 * RECEIVE_DEPTH:
                         self._recent.popitem(last=False)
