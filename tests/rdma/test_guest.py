@@ -17,7 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-VM = HERE / "vm"
+VM = (sys.executable, str(HERE / "vm"))
 TIMEOUT_S = 270
 """Three times what the longest takes on two idle processors."""
 UNAVAILABLE = 77
@@ -37,8 +37,8 @@ def cache() -> Path:
 def environment(cache: Path) -> dict[str, str]:
     """With the bindings on the path of imports."""
     environment = {**os.environ, "RDMA_VM_CACHE": str(cache / "vm"), "OPENBLAS_NUM_THREADS": "1",
-                   "HOME": "/root", "PYTHONDONTWRITEBYTECODE": "1"}
-    prepared = subprocess.run([sys.executable, VM, "--prepare"], env=environment, check=False, capture_output=True, text=True)
+                   "PYTHONDONTWRITEBYTECODE": "1"}
+    prepared = subprocess.run([*VM, "--prepare"], env=environment, check=False, capture_output=True, text=True)
     if prepared.returncode == UNAVAILABLE:
         pytest.skip(prepared.stderr.strip())
     assert prepared.returncode == 0, prepared.stderr
@@ -82,7 +82,7 @@ def run(*command: str, cwd: Path | None = None) -> None:
 
 def in_machine(environment: dict[str, str], command: Sequence[str], *options: str) -> str:
     """What the command wrote; fails the test with it when the command fails."""
-    done = subprocess.run([sys.executable, VM, "--timeout", str(TIMEOUT_S), *options, "--", *command], cwd=ROOT, env=environment,
+    done = subprocess.run([*VM, "--timeout", str(TIMEOUT_S), *options, "--", *command], cwd=ROOT, env=environment,
                           check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         pytest.fail(f"status {done.returncode}:\n{done.stdout[-20_000:]}", pytrace=False)
