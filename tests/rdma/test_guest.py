@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import platformdirs
@@ -96,16 +97,24 @@ def pytest_there(environment: dict[str, str], *arguments: str) -> str:
     return in_machine(environment, [sys.executable, "-m", "pytest", "-q", *spared, "--durations=5", *arguments])
 
 
-def test_the_contract_of_transports_holds(environment: dict[str, str]) -> None:
-    # An emulated processor takes 40 s to import torch, and a quarter of a minute for hypothesis' examples.
-    output = pytest_there(environment, "-k", "rdma and not tensor and not any_slices",
-                          "tests/contract/test_transfer.py")
-    assert " passed" in output, output
+@pytest.fixture(scope="session")
+def runs(environment: dict[str, str]) -> Iterator[dict[str, Future[str]]]:
+    """{group of tests: what it wrote}; each in a machine of its own with one processor, at the same time."""
+    groups = {
+        # An emulated processor takes 40 s to import torch, and a quarter of a minute for hypothesis' examples.
+        "contract": ["-k", "rdma and not tensor and not any_slices", "tests/contract/test_transfer.py"],
+        "faults": ["tests/rdma/guest"],
+    }
+    with ThreadPoolExecutor(len(groups)) as pool:
+        yield {name: pool.submit(pytest_there, environment, *arguments) for name, arguments in groups.items()}
 
 
-def test_faults_between_processes_of_one_machine(environment: dict[str, str]) -> None:
-    output = pytest_there(environment, "tests/rdma/guest")
-    assert " passed" in output, output
+def test_the_contract_of_transports_holds(runs: dict[str, Future[str]]) -> None:
+    assert " passed" in runs["contract"].result()
+
+
+def test_faults_between_processes_of_one_machine(runs: dict[str, Future[str]]) -> None:
+    assert " passed" in runs["faults"].result()
 
 
 def test_two_machines(environment: dict[str, str]) -> None:
