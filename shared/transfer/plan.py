@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,8 +26,8 @@ DEVICE_BATCH_BYTES = 64 << 20
 """Between GPUs 8 MB take no longer than asking for them."""
 STAGE_BYTES = 1 << 20
 """Most bytes of a batch that has to be staged."""
-MIN_SPREAD_BYTES = 512 << 10
-"""A batch below this is not worth another thread's waking."""
+MIN_SPREAD_BYTES = 2 << 20
+"""A batch below this is not worth another thread's waking (measured)."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -64,8 +65,9 @@ def plan_batches(slices: Mapping[int, Slice], *, join: bool, strided: bool = Fal
 
 
 def spread_bytes(nbytes: int, lanes: int) -> int:
-    """Size of the batches of a push of ``nbytes`` so that every one of ``lanes`` has work, if that is worth it."""
-    return max(MIN_SPREAD_BYTES, min(BATCH_BYTES, -(-nbytes // lanes)))
+    """Size of the batches of a push of ``nbytes`` so that each of ``lanes`` gets as many, if that is worth it."""
+    rounds = -(-nbytes // (lanes * BATCH_BYTES))
+    return max(MIN_SPREAD_BYTES, -(-nbytes // (lanes * rounds))) if rounds else MIN_SPREAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,52 +174,65 @@ def needs_checksums(policy: str, path: str, own_host: str, peer_host: str) -> bo
     return policy == "on"
 
 
+class _Rows(NamedTuple):
+    """Parts of slices, in the order that makes neighbours stand next to each other."""
+
+    segment: str
+    own: str
+    parts: int
+    stride: int
+    offset: int
+    own_offset: int
+    length: int
+    indexes: tuple[int, ...]
+
+
 def _pieces(slices: Mapping[int, Slice], join: bool, strided: bool, piece_bytes: int) -> Iterator[Piece]:
-    parts: list[_Part] = []
-    for index, item in slices.items():
-        remote, length = item.remote, item.remote.length
-        if not length:
-            continue
-        if item.count > 1 and strided and length <= piece_bytes:
-            yield from _strided(index, item, min(MAX_PARTS, piece_bytes // length))
-            continue
-        for step in range(0, item.count * item.stride, item.stride) if item.count > 1 else (0,):
-            parts.append((remote.segment, item.segment, remote.offset + step, item.offset + step, length, index))
-    if join and len(parts) > 1:
-        # Joined by where they lie, sent as they were given: what a deadline cuts off is the end, not the middle.
-        yield from sorted(_joined(sorted(parts), join, piece_bytes), key=lambda piece: min(piece.indexes))
-    else:
-        yield from _joined(parts, join, piece_bytes)
+    rows = [_Rows(item.remote.segment, item.segment, item.count, item.stride if item.count > 1 else 0,
+                  item.remote.offset, item.offset, item.remote.length, (index,))
+            for index, item in slices.items() if item.remote.length]
+    if join and len(rows) > 1:
+        rows = _joined(sorted(rows), piece_bytes)
+    if not strided or any(row.length > piece_bytes for row in rows):
+        rows = [part for row in rows for part in _parts(row)]
+        if join and len(rows) > 1:
+            rows = _joined(sorted(rows), piece_bytes)
+    if join:  # joined by where they lie, sent as they were given: what a deadline cuts off is the end, not the middle
+        rows.sort(key=lambda row: min(row.indexes))
+    for row in rows:
+        yield from _cut(row, piece_bytes)
 
 
-_Part = tuple[str, str, int, int, int, int]
-"""Remote and own segment, remote and own offset, length, index of the slice: neighbours are next to each other."""
+def _joined(rows: Sequence[_Rows], piece_bytes: int) -> list[_Rows]:
+    """Neighbours as one, as long as that is no longer than a piece."""
+    joined = [rows[0]]
+    for row in rows[1:]:
+        last = joined[-1]
+        length = last.length + row.length
+        if (row.offset == last.offset + last.length and row.own_offset == last.own_offset + last.length
+                and row[:4] == last[:4] and length <= (min(row.stride, piece_bytes) or piece_bytes)):
+            joined[-1] = last._replace(length=length, indexes=last.indexes + row.indexes)
+        else:
+            joined.append(row)
+    return joined
 
 
-def _strided(index: int, item: Slice, parts: int) -> Iterator[Piece]:
-    """A slice of several parts, at most ``parts`` of them a piece."""
-    for first in range(0, item.count, parts):
-        step = first * item.stride
-        span = Span(item.remote.segment, item.remote.offset + step, item.remote.length,
-                    min(parts, item.count - first), item.stride)
-        yield Piece((index,), item.segment, item.offset + step, span)
+def _parts(row: _Rows) -> Iterator[_Rows]:
+    """Each part by itself."""
+    for step in range(0, row.parts * row.stride, row.stride) if row.parts > 1 else (0,):
+        yield row._replace(parts=1, stride=0, offset=row.offset + step, own_offset=row.own_offset + step)
 
 
-def _joined(parts: Sequence[_Part], join: bool, piece_bytes: int) -> Iterator[Piece]:
-    i = 0
-    while i < len(parts):
-        segment, own, offset, own_offset, length, index = parts[i]
-        i += 1
-        while length > piece_bytes:
-            yield Piece((index,), own, own_offset, Span(segment, offset, piece_bytes))
-            offset, own_offset, length = offset + piece_bytes, own_offset + piece_bytes, length - piece_bytes
-        indexes = [index]
-        while join and i < len(parts):
-            next_segment, next_own, next_offset, next_own_offset, next_length, index = parts[i]
-            if (next_offset != offset + length or next_own_offset != own_offset + length
-                    or length + next_length > piece_bytes or next_segment != segment or next_own != own):
-                break
-            length += next_length
-            indexes.append(index)
-            i += 1
-        yield Piece(tuple(indexes), own, own_offset, Span(segment, offset, length))
+def _cut(row: _Rows, piece_bytes: int) -> Iterator[Piece]:
+    """Pieces of a row: whole parts, or a part's own if it is longer than a piece."""
+    segment, own, count, stride, offset, own_offset, length, indexes = row
+    if count == 1:
+        for start in range(0, length, piece_bytes):
+            span = Span(segment, offset + start, min(piece_bytes, length - start))
+            yield Piece(indexes, own, own_offset + start, span)
+        return
+    together = min(MAX_PARTS, piece_bytes // length)
+    for first in range(0, count, together):
+        step = first * stride
+        yield Piece(indexes, own, own_offset + step,
+                    Span(segment, offset + step, length, min(together, count - first), stride))

@@ -29,8 +29,8 @@ from shared.transfer.types import (
 
 _log = logging.getLogger(__name__)
 
-STREAM_PUSHES = 8
-"""Pushes of a stream on their way at the same time: enough that the path never waits for the answer to the first."""
+STREAM_PUSHES = 2
+"""Pushes of a stream on their way at the same time: the path never waits, and what waits grows into larger pushes."""
 MAX_SENDS = 3
 """Times a slice of a stream is sent before damage is taken for more than bad luck."""
 
@@ -240,10 +240,13 @@ class PushStream:
         self._idle = asyncio.Event()
         """Is nothing on its way?"""
         self._idle.set()
+        self._loop = asyncio.get_running_loop()
+        self._pumping = False
+        """Will what is ready be started soon?"""
         self._began_s = 0.0
         self.pushes = 0
         """Started so far."""
-        self.broken: asyncio.Future[TransferError] = asyncio.get_running_loop().create_future()
+        self.broken: asyncio.Future[TransferError] = self._loop.create_future()
         """Resolves as soon as a slice cannot be delivered; what was not sent by then is not sent any more."""
 
     def push(self, slices: Sequence[Slice]) -> None:
@@ -251,13 +254,16 @@ class PushStream:
         self._check(slices)
         self._ready += range(len(self._slices), len(self._slices) + len(slices))
         self._slices += slices
-        self._pump()
+        if not self._pumping:  # what becomes ready in the same turn of the loop leaves together
+            self._pumping = True
+            self._loop.call_soon(self._pump)
 
     async def close(self, *, notify: bytes | None = None) -> PushResult:
         """The result of everything, in order, once all has ended; then, if all arrived, tells the receiver ``notify``.
 
         A slice that was not sent, since an earlier one broke the stream, has that one's error.
         """
+        self._pump()
         while self._flying:
             await self._idle.wait()
         if notify is None or self.broken.done():
@@ -279,6 +285,7 @@ class PushStream:
             raise cancelled
 
     def _pump(self) -> None:
+        self._pumping = False
         while self._ready and len(self._flying) < STREAM_PUSHES and not self.broken.done():
             indexes, self._ready = self._ready, []
             self._began_s = self._began_s or host_clock_s()

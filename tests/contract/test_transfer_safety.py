@@ -124,6 +124,7 @@ async def test_memory_that_is_unregistered_under_a_stream_breaks_it(held: Held) 
         stream = pair.sender.stream(pair.receiver.endpoint, pair.grant((0, 1000)))
         for i in range(STREAM_PUSHES):
             stream.push([Slice("kv", i, of(i, 1))])
+            await asyncio.sleep(0)  # each is a push of its own
         stream.push([Slice("other", 99, of(99, 1))])  # waits until one of those has ended
         await pair.sender.unregister("other")
         held.go.set()

@@ -74,7 +74,7 @@ def test_every_byte_is_in_a_piece_of_its_slice(given_slices: list[Slice], join: 
                 lengths = [given_slices[index].remote.length for index in piece.indexes]
                 assert piece.remote.length == sum(lengths), "whole parts only"
                 for index, length in zip(piece.indexes, lengths, strict=True):
-                    members[index] += length
+                    members[index] += length * piece.remote.count
     assert members == Counter({i: item.nbytes for i, item in enumerate(given_slices) if item.nbytes})
 
 
@@ -93,7 +93,12 @@ def test_layers_of_blocks_become_whole_blocks_where_parts_cannot_be_said() -> No
     batch, = plan_batches(layers, join=True)
     assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000, 120)]
     batch, = plan_batches(layers, join=True, strided=True)
-    assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000 + layer * 10, 10, 3, 40) for layer in range(4)]
+    assert batch.pieces == (Piece((0, 1, 2, 3), "own", 0, Span("kv", 1000, 40, 3, 40)),)
+    del layers[1]
+    batch, = plan_batches(layers, join=True, strided=True)
+    assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000, 10, 3, 40), Span("kv", 1020, 20, 3, 40)]
+    batch, = plan_batches(layers, join=False, strided=True)
+    assert [piece.indexes for piece in batch.pieces] == [(0,), (2,), (3,)]
 
 
 def test_slices_of_two_segments_are_not_joined() -> None:
@@ -102,9 +107,10 @@ def test_slices_of_two_segments_are_not_joined() -> None:
 
 
 def test_a_push_is_spread_over_lanes_only_where_each_gets_enough() -> None:
-    assert spread_bytes(2 << 20, 2) == 1 << 20
-    assert spread_bytes(600 << 10, 2) == 512 << 10
+    assert spread_bytes(0, 2) == spread_bytes(3 << 20, 2) == 2 << 20
+    assert spread_bytes(6 << 20, 2) == 3 << 20
     assert spread_bytes(1 << 30, 2) == 8 << 20
+    assert spread_bytes(20 << 20, 2) == 5 << 20, "two each, not two and one"
 
 
 @pytest.mark.parametrize(("policy", "path", "peer_host", "expected"), [
