@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from shared.errors import UserError
 from shared.ids import Incarnation, WorkerId, fresh
 from shared.kv import CacheSpec
 from shared.messages import Endpoint, Grant, Range
-from shared.transfer import PushResult, Slice, TransferEngine, TransferSettings
+from shared.transfer import PushResult, Slice, SyncTransferEngine, TransferEngine, TransferSettings
 
 PATHS = ("tcp", "shm")
 Checksums = Literal["auto", "on"]
@@ -50,16 +51,25 @@ WARM_UP = 3
 """Pushes before those that count: connections, mappings, pages."""
 
 
+def blocking(path: str) -> str:
+    """Name of the probes of the blocking engine."""
+    return f"{path}-blocking"
+
+
 def targets(sizes: Mapping[str, int] = SIZES) -> list[Target]:
-    """What the transfer engine has to reach, and then the same comparisons where nothing is asked of it."""
+    """What the transfer engine has to reach, and then the same comparisons where nothing is asked of it.
+
+    Others block until a transfer is done, so what is asked beside them is asked of the blocking engine.
+    """
+    tcp, shm = (blocking(path) for path in PATHS)
     wanted = [
-        *(Target(f"tcp/{size}/rate", "iperf3/1MiB/rate", at_least=0.8) for size in ("2MiB", "64MiB")),
-        *(Target(f"tcp/{size}/rate", f"mooncake-tcp/{size}/rate", at_least=1.5) for size in ("2MiB", "64MiB")),
-        Target("tcp/64KiB/p50", "mooncake-tcp/64KiB/p50", at_most=1.0),
-        *(Target(f"tcp/{size}/cpu", f"mooncake-tcp/{size}/cpu", at_most=1.0) for size in ("2MiB", "64MiB")),
-        Target("shm/64MiB/rate", "memcpy/64MiB/rate", at_least=0.9),
-        Target("shm/2MiB/p50", at_most=0.2),
-        *(Target("shm/2MiB/rate", f"mooncake-{what}/2MiB/rate", at_least=1.2) for what in ("put", "get")),
+        *(Target(f"{tcp}/{size}/rate", "iperf3/1MiB/rate", at_least=0.8) for size in ("2MiB", "64MiB")),
+        *(Target(f"{tcp}/{size}/rate", f"mooncake-tcp/{size}/rate", at_least=1.5) for size in ("2MiB", "64MiB")),
+        Target(f"{tcp}/64KiB/p50", "mooncake-tcp/64KiB/p50", at_most=1.0),
+        *(Target(f"{tcp}/{size}/cpu", f"mooncake-tcp/{size}/cpu", at_most=1.0) for size in ("2MiB", "64MiB")),
+        Target(f"{shm}/64MiB/rate", "memcpy/64MiB/rate", at_least=0.9),
+        Target(f"{shm}/2MiB/p50", at_most=0.2),
+        *(Target(f"{shm}/2MiB/rate", f"mooncake-{what}/2MiB/rate", at_least=1.2) for what in ("put", "get")),
     ]
     for path in PATHS:
         wanted.append(Target(f"layers/{path}/streamed", f"layers/{path}/whole", at_most=1.15))
@@ -147,6 +157,7 @@ def sources(options: BenchOptions) -> list[Source]:
     if "iperf3" in options.against:
         found.append(Source("iperf3", ["iperf3/1MiB"], partial(limits.iperf3, seconds)))
     for path in PATHS:
+        found.append(of(blocking(path), blocking_probes, path))
         for name, checksums in ((path, "auto"), (f"{path}+xxh3", "on")):
             found.append(of(name, push_probes, name, path, checksums))
     if "mooncake" in options.against:
@@ -177,15 +188,22 @@ class Pair:
 
 
 @asynccontextmanager
-async def open_pair(path: str, checksums: Checksums, nbytes: int) -> AsyncIterator[Pair]:
-    """Both ends over ``path`` alone. Raises :class:`ChildLost`."""
+async def start_receiver(path: str, checksums: Checksums,
+                         nbytes: int) -> AsyncIterator[tuple[TransferSettings, Child, receiver.Greeting]]:
+    """The other end, over ``path`` alone, and the settings that both ends have. Raises :class:`ChildLost`."""
     settings = TransferSettings(paths=(path,), checksums=checksums)
     order = receiver.Order(settings, nbytes)
     command = [sys.executable, "-m", receiver.__name__, msgspec.json.encode(order).decode()]
-    async with (Child.start(f"receiver by {path}", command) as child,
+    async with Child.start(f"receiver by {path}", command) as child:
+        yield settings, child, msgspec.convert(child.greeting, receiver.Greeting)
+
+
+@asynccontextmanager
+async def open_pair(path: str, checksums: Checksums, nbytes: int) -> AsyncIterator[Pair]:
+    """Both ends over ``path`` alone. Raises :class:`ChildLost`."""
+    async with (start_receiver(path, checksums, nbytes) as (settings, child, greeting),
                 TransferEngine.open(worker=WorkerId("sender"), incarnation=Incarnation(fresh()),
                                     settings=settings) as engine):
-        greeting = msgspec.convert(child.greeting, receiver.Greeting)
         np.frombuffer(engine.register(receiver.SEGMENT, nbytes).buffer, dtype=np.uint8)[:] = 7
         yield Pair(engine, greeting.endpoint, greeting.grant, (os.getpid(), child.pid))
 
@@ -200,6 +218,35 @@ def check(result: PushResult) -> PushResult:
     if result.error is not None:
         raise UserError(str(result.error))
     return result
+
+
+@asynccontextmanager
+async def blocking_probes(path: str, sizes: Mapping[str, int], seconds: float) -> AsyncIterator[list[Probe]]:
+    """One push after another by the blocking engine, from a thread."""
+    nbytes = max(sizes.values())
+    async with start_receiver(path, "auto", nbytes) as (settings, child, greeting):
+        with SyncTransferEngine.open(worker=WorkerId("sender"), incarnation=Incarnation(fresh()),
+                                     settings=settings) as engine:
+            np.frombuffer(engine.register(receiver.SEGMENT, nbytes).buffer, dtype=np.uint8)[:] = 7
+            pids = (os.getpid(), child.pid)
+
+            def push(nbytes: int) -> None:
+                check(engine.push(greeting.endpoint, [slice_of(0, nbytes)], greeting.grant))
+
+            def measure(nbytes: int) -> Mapping[str, float]:
+                for _ in range(WARM_UP):
+                    push(nbytes)
+                taken: list[float] = []
+                before_s, until_s = cpu_seconds(pids), time.perf_counter() + seconds
+                while len(taken) < limits.LEAST_REPEATS or time.perf_counter() < until_s:
+                    started_s = time.perf_counter()
+                    push(nbytes)
+                    taken.append(time.perf_counter() - started_s)
+                used_s = cpu_seconds(pids) - before_s
+                return {**limits.figures(nbytes, taken), "cpu": used_s / (nbytes * len(taken) / 1e9)}
+
+            yield [Probe(f"{blocking(path)}/{label}", partial(asyncio.to_thread, measure, nbytes))
+                   for label, nbytes in sizes.items()]
 
 
 @asynccontextmanager
