@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import uvloop
@@ -15,6 +17,14 @@ from shared.errors import UserError
 from shared.settings import CommonSettings
 from shared.settings import load as load_settings
 from shared.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from load.bench.rounds import Outcome, Row
+    from load.bench.transfer import BenchOptions
+
+
+_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 class Against(StrEnum):
@@ -50,36 +60,67 @@ def bench_transfer(
     Example: moonbus load bench-transfer --against iperf3 --against mooncake --json transfer.json
 
     Two processes on this host push to each other over TCP and in shared memory; nothing is reachable from outside.
-    What cannot be measured is left out, with the reason; exit code 1 says that it was something of ours. Use a machine
-    that does nothing else.
+    What cannot be measured is left out, with the reason; exit code 1 says that it was something of ours. Ctrl-C ends it
+    with the figures of the complete rounds, and exit code 130. Use a machine that does nothing else.
     """
     from load.bench import show, transfer
     from load.bench.rounds import make_rows
 
-    chosen = against or []
+    chosen = set(against or [])
+    if Against.NOTHING in chosen and len(chosen) > 1:
+        other = min(chosen - {Against.NOTHING})
+        raise UserError(f"--against nothing and --against {other} contradict each other; give one of them")
     sizes = dict(_size(text) for text in size) if size else transfer.SIZES
     options = transfer.BenchOptions(
         rounds=rounds, seconds=seconds, sizes=sizes, only=only or (),
         against=frozenset() if Against.NOTHING in chosen else frozenset({Against.IPERF3.value, *chosen}),
         mooncake_python=mooncake_python, cache=load_settings(CommonSettings, "load").cache_path())
-    started_at_s = time.time()
-    outcome = uvloop.run(transfer.bench(options, Console(stderr=True)))
-    rows = make_rows(outcome.values, transfer.targets(sizes))
-    if json is not None:
-        show.write_json(json, show.make_report(outcome, rows, started_at_s=started_at_s, rounds=rounds,
-                                               seconds=seconds))
+    _check_names(options)
+    progress = Console(stderr=True, highlight=False)
+    with ExitStack() as stack:
+        file = stack.enter_context(show.open_json(json)) if json is not None else None
+        started_at_s = time.time()
+        try:
+            outcome = uvloop.run(transfer.bench(options, progress))
+        except KeyboardInterrupt:
+            progress.print("interrupted before the first round")
+            raise typer.Exit(_INTERRUPTED) from None
+        if outcome.is_interrupted:
+            progress.print(f"interrupted in round {outcome.rounds + 1} of {rounds}; complete: {outcome.rounds}")
+        rows = make_rows(outcome.values, transfer.targets(sizes))
+        _show(outcome, rows)
+        if file is not None and outcome.rounds:  # last: a full disk costs the file and no figures
+            file.write(show.make_report(outcome, rows, started_at_s=started_at_s, seconds=seconds))
+    if outcome.is_interrupted:
+        raise typer.Exit(_INTERRUPTED)
+    if not rows or any(not name.startswith(transfer.OTHERS) for name in outcome.lost):
+        raise typer.Exit(1)
+
+
+def _check_names(options: BenchOptions) -> None:
+    """Each word of ``--only`` names something; nothing is started for one that does not."""
+    from load.bench import transfer
+    from load.bench.rounds import is_wanted
+
+    names = [name for source in transfer.sources(options) for name in source.probes]
+    for pattern in options.only:
+        if not any(is_wanted(name, [pattern]) for name in names):
+            raise UserError(f"--only {pattern} matches nothing that would be measured; there are {', '.join(names)}")
+
+
+def _show(outcome: Outcome, rows: Sequence[Row]) -> None:
+    """On stdout."""
+    from load.bench import show
+
     console = Console()
     if rows:
-        console.print(f"Medians of {rounds} values; a ratio is the median of the rounds' ratios.\n", highlight=False)
+        console.print(f"Medians of {outcome.rounds} values; a ratio is the median of the rounds' ratios.\n",
+                      highlight=False)
     for table in (*show.figures_tables(rows), show.comparisons_table(rows)):
         if table.row_count:
             console.print(table)
     for name, why in outcome.lost.items():
         console.print(f"no figures for {name}: {why}", markup=False, highlight=False, soft_wrap=True)
-    if not rows and not outcome.lost:
-        raise UserError("nothing was measured; --only takes names like shm/2MiB, tcp/64MiB, layers/shm or small/tcp")
-    if not rows or any(not name.startswith(transfer.OTHERS) for name in outcome.lost):
-        raise typer.Exit(1)
 
 
 def soak_transfer(

@@ -77,6 +77,9 @@ class Outcome:
     """{row: a value a round}"""
     lost: dict[str, str] = field(default_factory=dict)
     """{probe: why it has no figures}"""
+    rounds: int = 0
+    """So many were complete; every row has a value of each."""
+    is_interrupted: bool = False
 
 
 def unit_of(row: str) -> str:
@@ -94,28 +97,40 @@ async def measure_rounds(probes: Sequence[Probe], *, rounds: int, deadline_s: fl
     """Asks every probe ``rounds`` times, in turns. One that fails, or takes longer than ``deadline_s``, is left out
     from then on and loses its rows; the others go on.
 
-    ``progress`` hears of each round, from 0, before it begins.
+    ``progress`` hears of each round, from 0, before it begins. A cancellation, like that of Ctrl-C, is taken for the
+    wish to end here: it returns what the complete rounds gave, with ``is_interrupted``.
     """
     outcome = Outcome()
     for number in range(rounds):
         progress(number)
-        for probe in probes if number % 2 == 0 else reversed(probes):
-            if probe.name in outcome.lost:
-                continue
-            try:
-                async with asyncio.timeout(deadline_s):
-                    figures = await probe.measure()
-            except TimeoutError:
-                outcome.lost[probe.name] = f"no figures within {deadline_s:g} s"
-            except UserError as error:
-                outcome.lost[probe.name] = str(error)
-            else:
-                for figure, value in figures.items():
-                    outcome.values.setdefault(f"{probe.name}/{figure}", []).append(value)
-    for name in outcome.lost:  # a median over fewer rounds than the others' is not comparable
-        for row in [row for row in outcome.values if row.rpartition("/")[0] == name]:
-            del outcome.values[row]
+        try:
+            await _measure_round(probes if number % 2 == 0 else probes[::-1], deadline_s, outcome)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()  # it ends here, so that whoever opened the probes can close them
+            outcome.is_interrupted = True
+            break
+        outcome.rounds += 1
+    # A median over fewer rounds than the others', or over more of them, is not comparable.
+    outcome.values = {row: taken[:outcome.rounds] for row, taken in outcome.values.items()
+                      if outcome.rounds and row.rpartition("/")[0] not in outcome.lost}
     return outcome
+
+
+async def _measure_round(probes: Sequence[Probe], deadline_s: float, outcome: Outcome) -> None:
+    for probe in probes:
+        if probe.name in outcome.lost:
+            continue
+        try:
+            async with asyncio.timeout(deadline_s):
+                figures = await probe.measure()
+        except TimeoutError:
+            outcome.lost[probe.name] = f"no figures within {deadline_s:g} s"
+        except UserError as error:
+            outcome.lost[probe.name] = str(error)
+        else:
+            for figure, value in figures.items():
+                outcome.values.setdefault(f"{probe.name}/{figure}", []).append(value)
 
 
 def make_rows(values: Mapping[str, Sequence[float]], targets: Sequence[Target]) -> list[Row]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -41,19 +44,56 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """{what has no figures: why}"""
 
 
-def make_report(outcome: Outcome, rows: list[Row], *, started_at_s: float, rounds: int, seconds: float) -> Report:
+def make_report(outcome: Outcome, rows: list[Row], *, started_at_s: float, seconds: float) -> Report:
     """With what is known of the machine."""
     return Report(version=product_version(), host=f"{platform.system()} {platform.release()} {platform.machine()}",
-                  cpus=len(os.sched_getaffinity(0)), started_at_s=started_at_s, rounds=rounds, seconds=seconds,
+                  cpus=len(os.sched_getaffinity(0)), started_at_s=started_at_s, rounds=outcome.rounds, seconds=seconds,
                   rows=rows, lost=outcome.lost)
 
 
-def write_json(path: Path, report: Report) -> None:
-    """Raises :class:`UserError` when it cannot be written."""
+class JsonFile:
+    """Made by :func:`open_json`."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path = path
+        self._file = file
+        self.is_written = False
+
+    def write(self, report: Report) -> None:
+        """Instead of what was in it. Raises :class:`UserError` when it cannot be written."""
+        left = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+        try:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(0)
+            while left:
+                left = left[self._file.write(left):]
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        self.is_written = True
+
+
+@contextmanager
+def open_json(path: Path) -> Iterator[JsonFile]:
+    """Opened now, so that nobody measures for a place that does not exist; what is in it stays until it is written.
+
+    A new file that nothing was written to is removed. Raises :class:`UserError`.
+    """
+    is_new = not path.exists()
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        file = path.open("ab", buffering=0)
     except OSError as error:
-        raise UserError(f"--json: cannot write {path}: {error.strerror or error}") from error
+        raise _unwritable(path, error) from error
+    opened = JsonFile(path, file)
+    try:
+        with file:
+            yield opened
+    finally:
+        if is_new and not opened.is_written:
+            path.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--json: cannot write {path}: {error.strerror or error}")
 
 
 def figures_tables(rows: Sequence[Row]) -> list[Table]:

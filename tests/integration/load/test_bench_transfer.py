@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -65,7 +67,8 @@ async def test_what_is_missing_loses_its_rows_and_says_why(monkeypatch: pytest.M
 def test_the_command_prints_tables_and_writes_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     done = CliRunner().invoke(app, ["bench-transfer", "--rounds", "2", "--seconds", "0.05", "--size", "2MiB",
-                                    "--only", "memcpy", "--only", "shm", "--against", "nothing", "--json", str(file)])
+                                    "--only", "memcpy", "--only", "shm", "--only", "shm-blocking",
+                                    "--against", "nothing", "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert "memcpy/2MiB" in done.output and "≤ 0.2" in done.output
     report = msgspec.json.decode(file.read_bytes(), type=Report)
@@ -75,7 +78,12 @@ def test_the_command_prints_tables_and_writes_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["bench-transfer", "--only", "nothing-like-it", "--against", "nothing"], "nothing was measured"),
+    (["bench-transfer", "--only", "shm", "--only", "nosuch*"], "--only nosuch* matches nothing that would be measured; "
+     "there are memcpy/64KiB, "),
+    (["bench-transfer", "--only", "iperf3", "--against", "nothing"], "--only iperf3 matches nothing"),
+    (["bench-transfer", "--against", "nothing", "--against", "iperf3"], "--against nothing and --against iperf3"),
+    (["bench-transfer", "--json", "/nonexistent/rows.json"], "cannot write /nonexistent/rows.json: No such file"),
+    (["bench-transfer", "--json", "/"], "cannot write /: Is a directory"),
     (["bench-transfer", "--size", "huge"], "--size"),
     (["soak-transfer", "--size", "0"], "--size is 0"),
     (["soak-transfer", "--report", "often"], "--report"),
@@ -83,6 +91,58 @@ def test_the_command_prints_tables_and_writes_rows(tmp_path: Path) -> None:
 def test_wrong_words_are_one_line(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, UserError) and said in str(done.exception)
+    assert done.output == "", "nothing was started"
+
+
+SHORT = ("bench-transfer", "--seconds", "0.05", "--size", "2MiB", "--only", "memcpy", "--against", "nothing")
+
+
+def test_a_full_disk_costs_the_file_and_no_figures() -> None:
+    done = CliRunner().invoke(app, [*SHORT, "--rounds", "1", "--json", "/dev/full"])
+    assert isinstance(done.exception, UserError) and "cannot write /dev/full: No space left" in str(done.exception)
+    assert "memcpy/2MiB" in done.output and "Medians of 1 values" in done.output
+
+
+@pytest.mark.parametrize("only", ["shm", "shm-blocking"])
+async def test_ctrl_c_shows_the_complete_rounds(tmp_path: Path, only: str) -> None:
+    file = tmp_path / "rows.json"
+    process = await start(*SHORT, "--only", only, "--rounds", "100000", "--json", str(file))
+    code, out, err = await interrupt(process, at=b"round 2 of")
+    assert code == 130
+    assert err.splitlines()[-1].startswith("interrupted in round ") and "Traceback" not in err
+    assert "memcpy/2MiB" in out and f"{only}/2MiB" in out
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    assert report.rounds >= 1 and all(len(row.rounds) == report.rounds for row in report.rows)
+
+
+async def test_ctrl_c_before_a_round_is_complete_shows_none(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    process = await start(*SHORT, "--only", "tcp", "--rounds", "2", "--seconds", "100", "--json", str(file))
+    code, out, err = await interrupt(process, at=b"starting tcp")
+    assert (code, out) == (130, "") and err.splitlines()[-1].startswith("interrupted ")
+    assert not file.exists()
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    program = "import sys; from services.cli import main; sys.exit(main())"
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", program, "load", *arguments,
+                                                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+
+
+async def interrupt(process: asyncio.subprocess.Process, *, at: bytes) -> tuple[int | None, str, str]:
+    """SIGINT once it says ``at``; its exit code and the rest of what it says."""
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while at not in (line := await process.stderr.readline()):
+                assert line, "it ended"
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode, out.decode(), err.decode()
 
 
 @pytest.mark.parametrize("command", ["bench-transfer", "soak-transfer"])

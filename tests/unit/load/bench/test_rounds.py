@@ -30,7 +30,7 @@ async def test_odd_rounds_run_backwards() -> None:
     a, b = (probe(name, iter([{"rate": 1.0}, {"rate": 3.0}]), asked) for name in ("a", "b"))
     outcome = await measured(a, b, rounds=2)
     assert asked == ["a", "b", "b", "a"]
-    assert outcome == Outcome(values={"a/rate": [1.0, 3.0], "b/rate": [1.0, 3.0]}, lost={})
+    assert outcome == Outcome(values={"a/rate": [1.0, 3.0], "b/rate": [1.0, 3.0]}, lost={}, rounds=2)
 
 
 async def test_a_probe_that_fails_loses_its_rows_and_no_others() -> None:
@@ -49,6 +49,34 @@ async def test_a_probe_that_hangs_costs_the_deadline() -> None:
     good = probe("good", iter([{"p50": 1.0}] * 2), [])
     outcome = await measured(Probe("hangs", hang), good, rounds=2, deadline_s=0.05)
     assert outcome.lost == {"hangs": "no figures within 0.05 s"} and list(outcome.values) == ["good/p50"]
+
+
+async def interrupted(*probes: Probe, reached: asyncio.Event) -> Outcome:
+    task = asyncio.create_task(measured(*probes, rounds=7))
+    await reached.wait()
+    task.cancel()
+    return await task
+
+
+@pytest.mark.parametrize(("complete", "values"), [
+    (2, {"good/rate": [1.0, 2.0], "stops/p50": [1.0, 2.0]}), (0, {})])
+async def test_an_interruption_leaves_the_complete_rounds(complete: int, values: dict[str, list[float]]) -> None:
+    reached = asyncio.Event()
+    asked: list[str] = []
+
+    async def stop() -> Mapping[str, float]:
+        asked.append("stops")
+        if asked.count("stops") > complete:
+            reached.set()
+            await asyncio.Event().wait()
+        return {"p50": float(asked.count("stops"))}
+
+    good = probe("good", iter([{"rate": 1.0}, {"rate": 2.0}, {"rate": 3.0}]), asked)
+    bad = probe("bad", iter([UserError("it broke")]), [])
+    outcome = await interrupted(bad, good, Probe("stops", stop), reached=reached)
+    assert outcome.is_interrupted and outcome.rounds == complete
+    assert asked.count("good") == complete + 1, "an even round asks it before the one that stops"
+    assert outcome.values == values and outcome.lost == {"bad": "it broke"}
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
