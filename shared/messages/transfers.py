@@ -20,6 +20,8 @@ class Endpoint(Part, frozen=True):
     """``host:port`` where RDMA queue pairs are agreed on."""
     nvlink: str = ""
     """Unix socket that serves peers of the same host whose memory is on a GPU, that GPU, and those it reaches."""
+    paths: list[str] = []
+    """Paths that its pushes may take, best first; empty for unknown."""
 
 
 class Range(Part, frozen=True):
