@@ -109,7 +109,8 @@ def load(
     """Builds ``kind`` for ``service``; raises :class:`SettingError` on the first value that does not fit.
 
     A name in the service's own name that is no setting of it is an error too, since it is a misspelled one; not so
-    when ``kind`` is only a part of the service's settings (``whole`` false).
+    when ``kind`` is only a part of the service's settings (``whole`` false). A part is always known as a
+    whole: ``MOONBUS_TRANSFER_LANE`` is an error to every service that has the part ``transfer``.
     """
     env = os.environ if env is None else env
     options = list(_options(kind))
@@ -120,6 +121,12 @@ def load(
         own = [name.removeprefix(prefix) for name in env if name.startswith(prefix)]
         _refuse_unknown(own, [name.upper() for name in known], service, prefix)
         _refuse_unknown(own_table, known, service)
+    for part_name in dict.fromkeys(option.place[0] for option in options if len(option.place) > 1):
+        begins = f"{part_name}_"
+        for prefix in (f"MOONBUS_{_env(service)}_", "MOONBUS_"):
+            given = [name.removeprefix(prefix) for name in env if name.startswith(prefix + _env(begins))]
+            _refuse_unknown(given, [name.upper() for name in known], service, prefix)
+        _refuse_unknown([name for name in file_values if name.startswith(begins)], known, service)
     values: dict[str, Any] = {}
     for option in options:
         own_name, any_name = f"MOONBUS_{_env(service)}_{option.name.upper()}", f"MOONBUS_{option.name.upper()}"

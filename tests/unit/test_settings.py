@@ -151,3 +151,21 @@ def test_a_wrong_value_of_a_part_names_the_whole_setting(variable: str, value: s
 def test_a_misspelled_setting_of_a_part() -> None:
     with pytest.raises(UnknownSetting, match=r"did you mean MOONBUS_X_MOVER_LANES\?"):
         load(Whole, "x", env={"MOONBUS_X_MOVER_LANE": "4"})
+
+
+@pytest.mark.parametrize("prefix", ["MOONBUS_", "MOONBUS_X_"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_misspelled_name_of_a_part_is_refused_for_all_too(prefix: str, whole: bool) -> None:
+    with pytest.raises(UnknownSetting, match=f"no setting {prefix}MOVER_LANE; did you mean {prefix}MOVER_LANES\\?"):
+        load(Whole, "x", env={f"{prefix}MOVER_LANE": "4"}, whole=whole)
+
+
+def test_a_misspelled_name_of_a_part_is_refused_in_the_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "moonbus.toml"
+    file.write_text("mover_lane = 3\n")
+    with pytest.raises(UnknownSetting, match=r"x has no setting mover_lane; did you mean mover_lanes\?"):
+        load(Whole, "x", env={"MOONBUS_CONFIG": str(file)})
+
+
+def test_a_service_without_the_part_does_not_mind_its_settings() -> None:
+    assert load(Settings, "x", env={"MOONBUS_MOVER_LANE": "4", "MOONBUS_NAEM": "nobody's"}).count == 3
