@@ -87,11 +87,12 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str, socket_
     def worker(role: str, number: int) -> Unit:
         name = f"{role}-{number}"
         own = {"worker_id": name, "model": settings.model}
-        chosen = {"block_tokens": settings.block_tokens, "threads": threads, "pool_bytes": pool_bytes,
-                  "transfer_socket_dir": socket_dir}
+        chosen = {"block_tokens": settings.block_tokens, "threads": threads, "pool_bytes": pool_bytes}
         omp = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        # In the name for all, which gives way to either name in the launcher's own environment.
+        meeting = {"MOONBUS_TRANSFER_SOCKET_DIR": socket_dir}
         return service(name, role, after=("nats",), env=environment(role, own),
-                       defaults={**environment(role, chosen), **omp}, start_timeout_s=WORKER_START_S)
+                       defaults={**environment(role, chosen), **meeting, **omp}, start_timeout_s=WORKER_START_S)
 
     return (
         Unit("nats", "nats", "server"),

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from services.launcher.plan import Fact, environment, plan_stack, pool_share
 from services.launcher.resources import Resources, available_bytes, cpu_quota, memory_limit
 from services.launcher.settings import Settings
+from shared.settings import load
+from shared.worker.settings import WorkerSettings
 
 MACHINE = Resources(cores=8, memory_bytes=16 * 2**30)
 
@@ -38,6 +42,17 @@ def test_workers_get_their_id_their_share_of_the_cores_and_of_the_memory() -> No
     assert unit.env["MOONBUS_DECODE_NATS_URL"] == Fact("nats", "url")
     assert unit.defaults["MOONBUS_DECODE_THREADS"] == unit.defaults["OMP_NUM_THREADS"] == "2"
     assert unit.defaults["MOONBUS_DECODE_POOL_BYTES"] == str(2**30)
+
+
+@pytest.mark.parametrize("name", ["MOONBUS_TRANSFER_SOCKET_DIR", "MOONBUS_PREFILL_TRANSFER_SOCKET_DIR"])
+def test_workers_meet_in_one_directory_unless_a_person_names_another(name: str) -> None:
+    unit = next(unit for unit in plan_stack(Settings(), MACHINE, python="python", socket_dir="/ours")
+                if unit.name == "prefill-1")
+    own = {key: str(value) for key, value in unit.env.items()}
+    chosen = {key: str(value) for key, value in unit.defaults.items()}
+    for person, expected in (({}, "/ours"), ({name: "/theirs"}, "/theirs")):
+        settings = load(WorkerSettings, "prefill", env={**chosen, **person, **own})  # as the supervisor joins them
+        assert settings.transfer.socket_dir == expected
 
 
 def test_a_worker_has_at_least_one_thread() -> None:
