@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -44,8 +44,13 @@ _PACKAGES = {
 
 def doctor(settings: Settings) -> int:
     """Prints every finding; 1 when one of them is a failure."""
+    return report(sections(settings))
+
+
+def report(found: Iterable[tuple[str, Iterable[Finding]]]) -> int:
+    """Prints findings under their titles; 1 when one of them is a failure."""
     failed = False
-    for title, findings in sections(settings):
+    for title, findings in found:
         if title:
             console.print(f"\n{title}", style="bold")
         for finding in findings:
@@ -55,7 +60,7 @@ def doctor(settings: Settings) -> int:
 
 
 def sections(settings: Settings) -> Iterator[tuple[str, Iterator[Finding]]]:
-    """Every check under its title, in the order of a start. None of them changes anything."""
+    """Every check under its title, in the order of a start. None of them leaves anything behind."""
     running = find_stack(settings.data_path())
     yield "", _stack(settings, running)
     yield "Transfer: paths of this host, best first", doctor_transfer.examine_host()
@@ -143,7 +148,7 @@ def _devices() -> Iterator[Finding]:
     if gpus:
         yield Finding("ok", "cuda", f"{len(gpus)} GPUs; use them with MOONBUS_DEVICE=cuda")
     else:
-        yield Finding("ok", "cuda", "no GPU; workers compute on the CPU")
+        yield Finding("absent", "cuda", "no GPU; workers compute on the CPU")
 
 
 def _memory(settings: Settings) -> Finding:

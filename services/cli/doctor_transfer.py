@@ -7,58 +7,114 @@ import mmap
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from services.cli.find import ask
-from services.cli.findings import Finding
+from services.cli.findings import Finding, Verdict
 from shared.bus.subjects import WORKERS
-from shared.errors import MoonbusError
-from shared.messages import Hello, WorkersQuery, WorkersReply
+from shared.errors import MoonbusError, UserError
+from shared.ids import fresh
+from shared.messages import Hello, Role, WorkersQuery, WorkersReply
 from shared.settings import CommonSettings, load
-from shared.transfer import TransferSettings, cuda, verbs
+from shared.transfer import TransferSettings, cuda, shm, verbs
 from shared.transfer.addresses import advertised_host
 from shared.transfer.fabric import Fabric
-from shared.transfer.plan import choose_paths
+from shared.transfer.plan import RULES, choose_paths
 from shared.units import format_bytes
 from shared.worker.settings import WorkerSettings
 
 MAX_PAIRS = 12
 """Pairs of workers named on a line."""
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 _BINDINGS = ("pyverbs", "ibverbs")
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 
 
 def examine_host() -> Iterator[Finding]:
-    """Every path, best first: is it there, and if not, why not. Looks at the settings of a prefill worker."""
-    settings = load(WorkerSettings, "prefill", whole=False).transfer
+    """Every path, best first: is it there, and if not, why not. What both kinds of workers share is said once."""
+    seen: dict[Finding, list[Role]] = {}
+    for role in ROLES:
+        try:
+            settings = load(WorkerSettings, role, whole=False)
+        except UserError as error:
+            findings = [Finding("fail", "settings", str(error))]
+        else:
+            findings = list(examine(settings))
+        for finding in findings:
+            seen.setdefault(finding, []).append(role)
+    for finding, roles in seen.items():
+        yield finding if len(roles) == len(ROLES) else replace(finding, what=f"{finding.what} of {roles[0]} workers")
+
+
+def examine(worker: WorkerSettings) -> Iterator[Finding]:
+    """Every path of a worker with these settings, and whether one of them serves."""
+    settings = worker.transfer
+    asked = settings.paths if settings.paths != TransferSettings().paths else ()
     checks: dict[str, Callable[[], Finding]] = {
-        "copy": _copy, "nvlink": _nvlink, "shm": _shm, "rdma": partial(_rdma, settings),
-        "tcp": partial(_tcp, settings)}
+        "copy": _copy, "nvlink": partial(_nvlink, worker.device, "nvlink" in asked), "shm": _shm,
+        "rdma": partial(_rdma, settings, "rdma" in asked), "tcp": partial(_tcp, settings)}
+    served = False
     for path in settings.paths:
         if path in checks:
-            yield checks[path]()
+            finding = checks[path]()
+            served |= finding.verdict == "ok" and path != "copy"
+            yield finding
         else:
             yield Finding("fail", path, "no path has this name", "correct MOONBUS_TRANSFER_PATHS")
     for path in checks:
         if path not in settings.paths:
-            yield Finding("ok", path, "switched off: MOONBUS_TRANSFER_PATHS does not name it")
+            yield Finding("absent", path, "switched off: MOONBUS_TRANSFER_PATHS does not name it")
+    if not served:
+        yield Finding("fail", "paths", _unserved(settings.paths),
+                      "name shm or tcp in MOONBUS_TRANSFER_PATHS, or unset it for all paths")
+    if settings.rdma_devices and "rdma" not in settings.paths:
+        yield Finding("warn", "rdma devices", f"{', '.join(settings.rdma_devices)} will not be used",
+                      "name rdma in MOONBUS_TRANSFER_PATHS, or unset MOONBUS_TRANSFER_RDMA_DEVICES")
+    if settings.socket_dir and {"shm", "nvlink"} & set(settings.paths):
+        yield _socket_dir(settings.socket_dir)
+
+
+def _unserved(paths: Sequence[str]) -> str:
+    if not paths:
+        return "MOONBUS_TRANSFER_PATHS is empty: workers could send each other nothing"
+    return f"MOONBUS_TRANSFER_PATHS names only {', '.join(paths)}: none serves two workers here"
+
+
+def _socket_dir(directory: str) -> Finding:
+    """Listens on a socket there as a worker would; it is gone again when this returns."""
+    path = os.path.abspath(os.path.join(directory, f"{fresh('t', 6)}.sock"))
+    advice = "set MOONBUS_TRANSFER_SOCKET_DIR to a directory that workers may write, or unset it for private ones"
+    try:
+        shm.listen_shm(path).close()
+        os.unlink(path)
+    except OSError as error:
+        return Finding("fail", "socket directory", f"workers cannot make a socket in {directory} ({error})", advice)
+    return Finding("ok", "socket directory", f"{directory} takes sockets")
 
 
 def _copy() -> Finding:
     return Finding("ok", "copy", "between engines of one process")
 
 
-def _nvlink() -> Finding:
+def _nvlink(device: str, asked: bool) -> Finding:
     found = cuda.probe()
     if not found.devices:
-        return Finding("ok", "nvlink", found.reason)
+        if asked:
+            return Finding("warn", "nvlink", f"{found.reason}, but MOONBUS_TRANSFER_PATHS names it",
+                           "take nvlink from MOONBUS_TRANSFER_PATHS")
+        return Finding("absent", "nvlink", found.reason)
     several = len(found.devices) > 1
     pairs = [f"{one.index} and {other.index}" for one in found.devices for other in found.devices
              if one.index < other.index and other.uuid in one.reaches and one.uuid in other.reaches]
     access = f"; direct access between {', '.join(pairs) or 'none of them'}" if several else ""
-    return Finding("ok", "nvlink", f"{', '.join(f'{device.index} {device.name}' for device in found.devices)}{access}")
+    there = f"{', '.join(f'{one.index} {one.name}' for one in found.devices)}{access}"
+    if not device.startswith("cuda"):
+        return Finding("warn" if asked else "absent", "nvlink", f"{there}; not used with MOONBUS_DEVICE={device}",
+                       "set MOONBUS_DEVICE=cuda to compute on a GPU")
+    return Finding("ok", "nvlink", there)
 
 
 def _shm() -> Finding:
@@ -98,24 +154,35 @@ def _huge_pages() -> str:
     return f"{format_bytes(free * 2 * 2**20)} in huge pages are free"
 
 
-def _rdma(settings: TransferSettings, sysfs: Path = verbs.SYSFS) -> Finding:
-    """Opens the devices as a worker would, and says which address it speaks from on each."""
+def _rdma(settings: TransferSettings, asked: bool, sysfs: Path = verbs.SYSFS) -> Finding:
+    """Opens the devices as a worker would, and says which address it speaks from on each.
+
+    Workers refuse to start without the devices that were named one by one.
+    """
     states = {path.name: _port_state(path) for path in sorted(sysfs.glob("*"))}
     bindings = [name for name in _BINDINGS if importlib.util.find_spec(name) is not None]
     binding = f"binding {bindings[0]}" if bindings else "no binding of libibverbs can be imported"
+    found = f"{', '.join(f'{name} is {state}' for name, state in states.items()) or 'no device'}; {binding}"
+    lacking = [name for name in settings.rdma_devices if name not in states]
+    if lacking:
+        return Finding("fail", "rdma", f"there is no {', '.join(lacking)}: {found}",
+                       "correct MOONBUS_TRANSFER_RDMA_DEVICES, or unset it for all devices with an active port")
     if not states:
-        return Finding("ok", "rdma", f"no device; {binding}")
-    found = f"{', '.join(f'{name} is {state}' for name, state in states.items())}; {binding}"
+        if asked:
+            return Finding("warn", "rdma", f"{found}, but MOONBUS_TRANSFER_PATHS names it",
+                           "take rdma from MOONBUS_TRANSFER_PATHS")
+        return Finding("absent", "rdma", found)
+    trouble: Verdict = "fail" if settings.rdma_devices else "warn"
     if not bindings:
-        return Finding("warn", "rdma", found, "install your distribution's python3-pyverbs")
+        return Finding(trouble, "rdma", found, "install your distribution's python3-pyverbs")
     if "active" not in states.values():
-        return Finding("warn", "rdma", found, "bring a link up; `rdma link` shows them")
+        return Finding(trouble, "rdma", found, "bring a link up; `rdma link` shows them")
     gid_index = settings.rdma_gid_index if settings.rdma_gid_index >= 0 else None
     try:
         fabric = Fabric.open({}, devices=settings.rdma_devices, gid_index=gid_index,
                              host=advertised_host(settings.host, settings.advertise))
     except verbs.VerbsError as error:
-        return Finding("fail" if settings.rdma_devices else "warn", "rdma", f"{found}; {error.strerror}",
+        return Finding(trouble, "rdma", f"{found}; {error.strerror}",
                        "this user must be able to read and write /dev/infiniband; see MOONBUS_TRANSFER_RDMA_DEVICES")
     nics = "; ".join(map(str, fabric.nics))
     fabric.close()
@@ -157,14 +224,22 @@ def examine_pairs(common: CommonSettings) -> Iterator[Finding]:
 
 
 def explain(workers: Sequence[Hello]) -> Iterator[Finding]:
-    """The path of each pair that moves KV, with why; pairs with the same answer share a finding."""
+    """The path of each pair that moves KV, with why; pairs with the same answer share a finding.
+
+    A worker that does not say which paths it may take is taken to have the settings of this environment.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for sender in workers:
-        allowed = load(WorkerSettings, sender.role, whole=False).transfer.paths
+        try:
+            allowed = sender.endpoint.paths or load(WorkerSettings, sender.role, whole=False).transfer.paths
+        except UserError as error:
+            yield Finding("fail", "pairs", str(error))
+            return
+        known = [path for path in allowed if path in RULES]
         for receiver in workers:
             if sender.worker == receiver.worker or (sender.role, receiver.role) == ("decode", "decode"):
                 continue
-            groups.setdefault(_answer(allowed, sender, receiver), []).append(f"{sender.worker} → {receiver.worker}")
+            groups.setdefault(_answer(known, sender, receiver), []).append(f"{sender.worker} → {receiver.worker}")
     for (path, why), pairs in groups.items():
         names = ", ".join(pairs[:MAX_PAIRS]) + (f" and {len(pairs) - MAX_PAIRS} more" if len(pairs) > MAX_PAIRS else "")
         if path:
@@ -179,4 +254,6 @@ def _answer(allowed: Sequence[str], sender: Hello, receiver: Hello) -> tuple[str
     chosen = routes.choices[0] if routes.choices else None
     better = allowed if chosen is None else allowed[:allowed.index(chosen.path)]
     against = [f"{path}: {routes.excluded[path]}" for path in better if path in routes.excluded]
-    return ("", "; ".join(against)) if chosen is None else (chosen.path, "; ".join([chosen.reason, *against]))
+    if chosen is None:
+        return "", "; ".join(against) or "the sender may take none"
+    return chosen.path, "; ".join([chosen.reason, *against])

@@ -11,9 +11,12 @@ from rich.text import Text
 from services.cli.output import console
 from shared.errors import UserError
 
-Verdict = Literal["ok", "warn", "fail"]
+Verdict = Literal["ok", "absent", "warn", "fail"]
+"""``absent``: something is not there, and nobody asked for it."""
 
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+_MARKS: dict[Verdict, tuple[str, str]] = {
+    "ok": ("ok", "green"), "absent": ("-", "dim"), "warn": ("warn", "yellow"), "fail": ("fail", "red")}
+"""{verdict: how it is shown, in which style}"""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Finding:
 
     def show(self) -> None:
         """Prints it, the advice on a line of its own."""
+        mark, style = _MARKS[self.verdict]
         line = Text()
-        line.append(f"{self.verdict:4} ", style=_COLOURS[self.verdict])
+        line.append(f"{mark:4} ", style=style)
         line.append(f"{self.what}: {self.found}")
         console.print(line, soft_wrap=True)
         if self.advice:
