@@ -111,7 +111,8 @@ class CopyLane:
         try:
             return self._copy(transfer, count)
         except Refused as refused:
-            return [Trouble(GrantRefused, str(refused))] * count
+            late = host_clock_s() >= transfer.deadline_s
+            return [LATE if late else Trouble(GrantRefused, str(refused))] * count
         except Exception as error:
             _log.exception("action=copy_failed address=%s", self._address)
             return [Trouble(PeerGone, f"the copy failed: {error!r}")] * count

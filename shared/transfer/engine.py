@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import tempfile
@@ -10,13 +11,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shared.clock import Clock, SystemClock
-from shared.errors import Bug, SettingError
+from shared.errors import Bug, SettingError, UserError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId, fresh
 from shared.messages import Endpoint, Grant, Range
 from shared.telemetry import metrics
@@ -93,7 +95,7 @@ class TransferEngine:
 
         ``host`` falls back to ``settings.host_id`` and then to :func:`host_id`. Raises :class:`SettingError`.
         """
-        settings = settings or TransferSettings()
+        settings = _checked(settings or TransferSettings())
         for path in settings.paths:
             if path not in RULES:
                 raise SettingError("transfer_paths", path, f"some of {', '.join(RULES)}")
@@ -173,6 +175,8 @@ class TransferEngine:
     def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
               peer: WorkerId = ANYBODY) -> Grant:
         """Leave for a peer to write ``ranges`` for ``operation``; see :meth:`Ledger.grant`."""
+        if not 0 < ttl_s < inf:
+            raise Bug(f"grant for {operation} of {ttl_s} s")
         leaving = next((item for item in ranges if item.segment in self._leaving), None)
         if leaving is not None:
             raise Bug(f"grant for {operation} of memory that is being unregistered: {leaving}")
@@ -221,9 +225,7 @@ class TransferEngine:
         KiB) is told to the peer's owner once every slice was committed, and not at all if one was not.
         Raises :class:`Bug` for a slice that is not of our memory.
         """
-        nbytes = self.check(slices, notify)
-        if timeout_s is None:
-            timeout_s = self.settings.timeout_s(nbytes)
+        timeout_s = self.settings.timeout_s(self.check(slices, notify), timeout_s)
         return start_push(self.router, peer, slices, grant, deadline_s=host_clock_s() + timeout_s, note=notify)
 
     def stream(self, peer: Endpoint, grant: Grant, *, timeout_s: float | None = None) -> PushStream:
@@ -247,8 +249,8 @@ class TransferEngine:
 
     def check(self, slices: Sequence[Slice], notify: bytes | None = None) -> int:
         """Bytes of ``slices``; raises :class:`Bug` for one that is not of our memory, or a note that is too long."""
-        if notify is not None and len(notify) > MAX_NOTE_BYTES:
-            raise Bug(f"notification of {len(notify)} bytes; at most {MAX_NOTE_BYTES} travel")
+        if notify is not None and not (isinstance(notify, bytes) and len(notify) <= MAX_NOTE_BYTES):
+            raise Bug(f"a notification is at most {MAX_NOTE_BYTES} bytes, not {len(notify)} of {type(notify).__name__}")
         nbytes = 0
         for item in slices:
             segment, length = self._segments.get(item.segment), item.remote.length
@@ -275,14 +277,14 @@ class TransferEngine:
             try:
                 sock, port = tcp.listen_tcp(settings.host)
             except OSError as error:
-                raise SettingError("transfer_host", settings.host, f"an address of this host ({error})") from error
+                raise _cannot_listen("transfer_host", settings.host, "an address of this host", error) from error
             self._receiver.listen(sock, tcp.open_session)
             addresses["tcp"] = join_address(advertised_host(settings.host, settings.advertise), port)
         if shm.PATH in settings.paths:
             addresses["shm"] = self._listen_unix(shm.open_session)
         if rdma.PATH in settings.paths:
             addresses["rdma"] = self._listen_rdma()
-        self._endpoint = self.router.own = msgspec.structs.replace(own, **addresses)
+        self._endpoint = self.router.own = msgspec.structs.replace(own, paths=list(settings.paths), **addresses)
         if copy.PATH in settings.paths:
             copy.register_local(self._endpoint, self._receiver)
 
@@ -303,7 +305,7 @@ class TransferEngine:
         try:
             sock, port = tcp.listen_tcp(settings.host)
         except OSError as error:
-            raise SettingError("transfer_host", settings.host, f"an address of this host ({error})") from error
+            raise _cannot_listen("transfer_host", settings.host, "an address of this host", error) from error
         self._receiver.listen(sock, partial(rdma.open_session, fabric))
         self._lanes[rdma.PATH] = partial(rdma.RdmaLane, fabric)
         return join_address(host, port)
@@ -327,8 +329,8 @@ class TransferEngine:
         try:
             self._receiver.listen(shm.listen_shm(path), open_session)
         except OSError as error:
-            raise SettingError("transfer_socket_dir", self.settings.socket_dir,
-                               f"a writable directory ({error})") from error
+            raise _cannot_listen("transfer_socket_dir", self.settings.socket_dir, "a writable directory",
+                                 error) from error
         self._socket_paths.append(path)
         return path
 
@@ -373,6 +375,24 @@ class TransferEngine:
             Path(path).unlink(missing_ok=True)
         if self._private_dir:
             os.rmdir(self._private_dir)
+
+
+def _cannot_listen(name: str, value: str, expected: str, error: OSError) -> UserError:
+    """What stands in the way: seldom anything but the setting."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return UserError(f"the transfer engine cannot listen: {error.strerror}; raise the limit (ulimit -n)")
+    return SettingError(name, value, f"{expected} ({error})")
+
+
+def _checked(settings: TransferSettings) -> TransferSettings:
+    """Raises :class:`SettingError` for values that could not have come from the environment either."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(settings), TransferSettings)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        name = f"transfer_{where.rstrip('`')}"
+        value = getattr(settings, where.rstrip("`").partition("[")[0], "")
+        raise SettingError(name, str(value), what) from error
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -410,7 +410,8 @@ def outcome_of(body: frames.Ack, transfer: Transfer) -> Outcome:
     count = max(1, len(transfer.batch.pieces))
     outcome: list[Trouble | None] = [None] * count
     if body.refused:
-        outcome = [Trouble(GrantRefused, body.refused)] * count
+        late = host_clock_s() >= transfer.deadline_s  # whatever it was refused for, that is what it comes to
+        outcome = [LATE if late else Trouble(GrantRefused, body.refused)] * count
     for i in body.bad:
         if not 0 <= i < count:
             raise frames.FrameError(f"acknowledgement of piece {i} of {count}")

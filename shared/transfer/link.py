@@ -82,6 +82,7 @@ class Link:
         self._silence_s = silence_s
         self._open: list[_Load] = []
         self._opening: asyncio.Future[_Load | Trouble] | None = None
+        self._ended: Trouble | None = None
         self._started: list[Lane] = []
         self._senders = 0
         self._batches = 0
@@ -190,7 +191,8 @@ class Link:
             load.lane.forget(serial)
 
     def fail(self, trouble: Trouble) -> list[Lane]:
-        """Ends everything on its way; returns the lanes whose threads still run."""
+        """Ends everything on its way, and itself: no lane is opened any more. Returns lanes whose threads still run."""
+        self._ended = trouble
         for lane in self._started:
             lane.fail(trouble)
         return [lane for lane in self._started if lane.alive]
@@ -209,6 +211,8 @@ class Link:
 
         It may have failed by the time it is used: then it reports so for what it is given.
         """
+        if self._ended is not None:
+            return self._ended
         load = self._usable({})
         if load is not None:
             return load

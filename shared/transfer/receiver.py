@@ -44,6 +44,8 @@ class Session(ABC):
         self._demands_checksums = False
         self.sender, self.sender_host, self.sender_clock_s = "", "", 0.0
         """As the HELLO said."""
+        self.is_greeted = False
+        """Has it said who it is?"""
         self.deadline_s: float | None = receiver.clock.monotonic() + HANDSHAKE_S
         """Monotonic seconds by which what is being received must be complete; ``None`` while idle."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -96,6 +98,7 @@ class Session(ABC):
             raise frames.FrameError(f"first frame is {type(hello).__name__}, not Hello")
         self.sender, self.sender_host, self.sender_clock_s = hello.sender, hello.host, hello.clock_s
         self.greeted()
+        self.is_greeted = True
         receiver = self._receiver
         self._demands_checksums = needs_checksums(receiver.checksums, self.path, receiver.host, hello.host)
         self._connection.send(frames.Welcome(self._ledger.worker, self._ledger.incarnation, self._demands_checksums))
@@ -238,7 +241,10 @@ class Receiver:
             with self._lock:
                 self._prune()
                 full = len(self._sessions) >= self._max_connections
-            if full:
+                mute = next((session for session in self._sessions if not session.is_greeted), None) if full else None
+            if mute is not None:  # whoever says nothing keeps nobody out who would
+                mute.condemn("its place went to a newer connection before it said anything")
+            elif full:
                 # Counted first: whoever sees the connection end may look.
                 self.count_dropped("full", f"{self._max_connections} connections are open")
                 sock.close()

@@ -214,6 +214,6 @@ def _tensor_bytes(name: str, tensor: Any) -> npt.NDArray[np.uint8]:
 
 def _buffer_bytes(name: str, memory: Any) -> npt.NDArray[np.uint8]:
     view = memoryview(memory)
-    if view.readonly or not view.c_contiguous:
-        raise Bug(f"memory of segment {name} cannot be written or is not contiguous")
+    if view.readonly or not view.c_contiguous or "O" in view.format:
+        raise Bug(f"memory of segment {name} cannot be written, is not contiguous or holds Python objects")
     return np.frombuffer(view.cast("B"), dtype=np.uint8)

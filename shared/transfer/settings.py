@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from shared.errors import Bug
 from shared.settings import BYTES, SECONDS
+
+MAX_TIMEOUT_S = 600.0
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +41,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The policy of checksums: bytes that are corrupted for a test must be found out."""
         return "on" if self.corrupt_every else self.checksums
 
-    def timeout_s(self, nbytes: int) -> float:
-        """Seconds a push of ``nbytes`` may take when its caller names no deadline."""
-        return self.min_timeout_s + nbytes / self.min_bytes_per_s
+    def timeout_s(self, nbytes: int, asked_s: float | None = None) -> float:
+        """Seconds a push of ``nbytes`` may take: what its caller asked for, else in proportion to its size.
+
+        Ten minutes at most: every push ends. Raises :class:`Bug` for what is no number.
+        """
+        if asked_s is not None and isnan(asked_s):
+            raise Bug("timeout_s is not a number")
+        return min(MAX_TIMEOUT_S, self.min_timeout_s + nbytes / self.min_bytes_per_s if asked_s is None else asked_s)

@@ -127,10 +127,7 @@ class SyncTransferEngine:
         try:
             if self._closed:
                 raise Bug("this engine was closed")
-            nbytes = engine.check(slices, notify)
-            if timeout_s is None:
-                timeout_s = engine.settings.timeout_s(nbytes)
-            deadline_s = started_s + timeout_s
+            deadline_s = started_s + engine.settings.timeout_s(engine.check(slices, notify), timeout_s)
             tally = Tally(peer.worker, slices, notify, started_s)
             if self._push_directly(peer, tally, grant, deadline_s):
                 result = tally.result(host_clock_s())

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from shared.errors import Bug
+from shared.errors import Bug, SettingError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Range
 from shared.transfer import (
@@ -25,13 +26,15 @@ from shared.transfer import (
     TransferEngine,
     TransferSettings,
     TransferTimeout,
+    frames,
 )
 from shared.transfer.addresses import host_clock_s, join_address
 from shared.transfer.push import STREAM_PUSHES
 from shared.transfer.router import MAX_PAUSE_S
 from shared.transfer.segment import Segment
 from shared.transfer.shm import ShmLane, ShmSession
-from tests.contract.test_transfer import NBYTES, OP, PATHS, Pair, copy_claim, of, opened, raw_sender
+from shared.transfer.wire import Closed, Connection
+from tests.contract.test_transfer import NBYTES, OP, PATHS, Pair, copy_claim, dial, of, opened, raw_sender
 from tests.support.eventually import eventually
 
 BIG = 16 << 20
@@ -420,3 +423,101 @@ async def test_a_dying_watch_would_be_heard_of_and_goes_on(monkeypatch: pytest.M
         with raw_sender(pair, "tcp") as raw:
             raw.begin(pair.grant((0, 1000)), 1000, timeout_ms=50)
             await asyncio.wait_for(pair.receiver.release(OP), 5)
+
+
+# -- what callers may ask ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_push_without_end_has_one_all_the_same(path: str) -> None:
+    async with opened(path) as pair:
+        grant = pair.grant((0, NBYTES))
+        assert (await pair.push(grant, (0, 0, NBYTES), timeout_s=float("inf"))).ok
+        assert (await pair.push(grant, (0, 0, 10), timeout_s=float("inf"))).ok
+        with pytest.raises(Bug, match="not a number"):
+            pair.sender.push(pair.receiver.endpoint, [], grant, timeout_s=float("nan"))
+        late = await pair.push(grant, (0, 0, 10), timeout_s=0)
+        assert isinstance(late.error, TransferTimeout)
+        await asyncio.wait_for(pair.sender.unregister("kv"), 5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("note", ["text", b"x" * 65_537], ids=["no bytes", "too long"])
+async def test_a_notification_that_cannot_travel_is_refused_before_anything_is_sent(path: str, note: Any) -> None:
+    async with opened(path) as pair:
+        with pytest.raises(Bug, match="notification"):
+            pair.sender.push(pair.receiver.endpoint, [], pair.grant((0, 10)), notify=note)
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
+async def test_a_grant_has_a_time(ttl_s: float) -> None:
+    async with opened("copy") as pair:
+        with pytest.raises(Bug):
+            pair.receiver.grant(OP, [of(0, 10)], ttl_s=ttl_s)
+
+
+@pytest.mark.parametrize(("wrong", "name"), [
+    ({"checksums": "yes"}, "transfer_checksums"), ({"lanes": 0}, "transfer_lanes"),
+    ({"paths": "shm"}, "transfer_paths"),
+    ({"min_bytes_per_s": 0.0}, "transfer_min_bytes_per_s"), ({"min_timeout_s": -10.0}, "transfer_min_timeout_s"),
+])
+async def test_settings_that_no_environment_could_give_are_refused(wrong: dict[str, Any], name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        async with TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"),
+                                       settings=TransferSettings(**wrong)):
+            pass
+
+
+async def test_memory_of_python_objects_is_no_memory_for_peers() -> None:
+    async with opened("copy") as pair:
+        with pytest.raises(Bug, match="Python objects"):
+            pair.sender.register("objects", memory=np.array([None, None]))
+
+
+# -- closing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_closing_an_engine_ends_what_it_pushes(path: str) -> None:
+    nbytes = 64 << 20
+    async with opened(path, nbytes=nbytes) as outer:
+        allowed = TransferSettings(paths=(path,), max_inflight=1 << 20)
+        async with TransferEngine.open(worker=WorkerId("c"), incarnation=Incarnation("c1"),
+                                       settings=allowed) as closing:
+            closing.register("kv", nbytes)
+            push = closing.push(outer.receiver.endpoint, [Slice("kv", 0, of(0, nbytes))] * 10, outer.grant((0, nbytes)),
+                                timeout_s=60)
+            await eventually(lambda: outer.receiver.received_bytes(OP))
+        result = await asyncio.wait_for(push, 5)
+        assert result.ok or isinstance(result.error, PeerGone | TransferCancelled)
+
+
+# -- strangers --------------------------------------------------------------------------------------------------
+
+
+async def test_a_greeting_that_waited_to_be_read_is_read() -> None:
+    async with opened("shm") as pair:
+        connection = Connection(dial(pair.receiver.endpoint, "shm"))
+        connection.send(frames.Hello("raw", "b", "b1", pair.receiver.endpoint.host, host_clock_s() - 8.0))
+        assert isinstance(await asyncio.to_thread(connection.receive), frames.Welcome)
+        connection.close()
+
+
+@pytest.mark.parametrize("ahead_s", [5.0, -3600.0, float("nan")])
+async def test_a_clock_that_is_not_this_hosts_shares_no_memory(ahead_s: float) -> None:
+    async with opened("shm") as pair:
+        connection = Connection(dial(pair.receiver.endpoint, "shm"))
+        connection.send(frames.Hello("raw", "b", "b1", pair.receiver.endpoint.host, host_clock_s() + ahead_s))
+        with pytest.raises((Closed, ConnectionError)):
+            await asyncio.to_thread(connection.receive)
+        connection.close()
+
+
+async def test_connections_that_say_nothing_keep_nobody_out() -> None:
+    async with opened("tcp") as pair:
+        pair.receiver._receiver._max_connections = 5
+        mute = [dial(pair.receiver.endpoint, "tcp") for _ in range(5)]
+        await eventually(lambda: pair.receiver.statistics().connections == 5)
+        assert (await pair.push(pair.grant((0, 10)), (0, 0, 10))).ok
+        for sock in mute:
+            sock.close()
