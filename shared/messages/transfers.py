@@ -13,7 +13,7 @@ class Endpoint(Part, frozen=True):
     incarnation: Incarnation
     host: HostId
     shm: str = ""
-    """Path of the unix socket that hands out segment descriptors, for peers on the same host."""
+    """Path of the unix socket that takes claims, and descriptors of their memory, from peers on the same host."""
     tcp: str = ""
     """``host:port`` of the TCP data plane."""
     rdma: str = ""

@@ -1,8 +1,9 @@
-"""The data plane: a sender writes straight into a receiver's memory, under the receiver's grant.
+"""The data plane: a sender pushes bytes into a receiver's memory, with one copy, under the receiver's grant.
 
 :class:`TransferEngine` registers memory as segments, grants ranges of it to operations, and pushes slices into a
-peer's segments by the best path there is. ``plan`` decides how, ``ledger`` keeps the receiver's books,
-``frames`` is the wire, ``link`` and ``lane`` send, ``receiver`` receives, ``copy shm tcp`` are the paths.
+peer's segments by the best path there is. ``plan`` decides how, ``tally`` and ``ledger`` keep the sender's and the
+receiver's books, ``frames`` is the wire, ``router``, ``link`` and ``lane`` send, ``receiver`` receives, ``copy nvlink
+shm rdma tcp`` are the paths; ``sync`` and ``direct`` are for programs without an event loop.
 Needs Linux. See ``docs/transfer.md``.
 """
 
