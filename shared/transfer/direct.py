@@ -49,7 +49,7 @@ class _Line:
         body, transfer = self.connection.receive(), self.waiting[0]
         if not isinstance(body, Ack) or body.id != transfer.id:
             raise FrameError(f"{body} is no answer to transfer {transfer.id}")
-        outcome = outcome_of(body, transfer)
+        outcome = outcome_of(body, transfer, proven=self.lane.checksums)
         self.waiting.popleft()
         self.lane.ended(transfer)
         transfer.finish(outcome)

@@ -306,7 +306,7 @@ class StreamLane(ABC):
         transfer = self._pending.get(body.id)
         if transfer is None:
             return
-        outcome = outcome_of(body, transfer)
+        outcome = outcome_of(body, transfer, proven=self.checksums)
         self.ended(transfer)
         self._pending.end(transfer, outcome)
 
@@ -405,8 +405,12 @@ class StreamLane(ABC):
         return connection
 
 
-def outcome_of(body: frames.Ack, transfer: Transfer) -> Outcome:
-    """What the receiver says; raises :class:`frames.FrameError` when it makes no sense."""
+def outcome_of(body: frames.Ack, transfer: Transfer, *, proven: bool) -> Outcome:
+    """What the receiver says; raises :class:`frames.FrameError` when it makes no sense.
+
+    Bytes that were not ``proven`` by checksums are bad when another writer failed on the same ones meanwhile: they
+    go again, as after a connection that broke.
+    """
     count = max(1, len(transfer.batch.pieces))
     outcome: list[Trouble | None] = [None] * count
     if body.refused:
@@ -415,7 +419,8 @@ def outcome_of(body: frames.Ack, transfer: Transfer) -> Outcome:
     for i in body.bad:
         if not 0 <= i < count:
             raise frames.FrameError(f"acknowledgement of piece {i} of {count}")
-        outcome[i] = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent")
+        outcome[i] = Trouble(ChecksumMismatch, "the receiver read other bytes than were sent") if proven else (
+            Trouble(PeerGone, "another writer failed on the same bytes, and nothing proves which are there"))
     return outcome
 
 

@@ -193,7 +193,8 @@ def _pieces(slices: Mapping[int, Slice], join: bool, strided: bool, piece_bytes:
             for index, item in slices.items() if item.remote.length]
     if join and len(rows) > 1:
         rows = _joined(sorted(rows), piece_bytes)
-    if not strided or any(row.length > piece_bytes for row in rows):
+    rows = [_whole(row) for row in rows]
+    if any(row.parts > 1 and (not strided or row.length > piece_bytes) for row in rows):
         rows = [part for row in rows for part in _parts(row)]
         if join and len(rows) > 1:
             rows = _joined(sorted(rows), piece_bytes)
@@ -215,6 +216,13 @@ def _joined(rows: Sequence[_Rows], piece_bytes: int) -> list[_Rows]:
         else:
             joined.append(row)
     return joined
+
+
+def _whole(row: _Rows) -> _Rows:
+    """Parts without gaps are one."""
+    if row.parts == 1 or row.length < row.stride:
+        return row
+    return row._replace(parts=1, stride=0, length=row.length * row.parts)
 
 
 def _parts(row: _Rows) -> Iterator[_Rows]:

@@ -425,6 +425,20 @@ async def test_a_dying_watch_would_be_heard_of_and_goes_on(monkeypatch: pytest.M
             await asyncio.wait_for(pair.receiver.release(OP), 5)
 
 
+async def test_bytes_that_another_writers_failure_may_have_spoilt_go_again() -> None:
+    nbytes = 64 << 20
+    async with opened("tcp", nbytes=nbytes, checksums="off") as pair:
+        grant = pair.grant((0, nbytes))
+        with raw_sender(pair, "tcp") as raw:
+            raw.begin(grant, 1000)
+            await eventually(lambda: len(pair.receiver._ledger.overdue(float("inf"))) == 1)
+            push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, nbytes))], grant)
+            await eventually(lambda: len(pair.receiver._ledger.overdue(float("inf"))) == 2 or push.done)
+        assert (await push).ok
+        await eventually(lambda: quiet(pair))
+        assert (await pair.push(grant, (0, 0, 1000))).ok and pair.covered(0, nbytes)
+
+
 # -- what callers may ask ---------------------------------------------------------------------------------------
 
 

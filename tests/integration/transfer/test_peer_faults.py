@@ -203,7 +203,7 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered(
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_push_to_a_stopped_peer_ends_by_a_deadline_in_proportion_to_its_size(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(
-            path, min_timeout_s=0.2, min_bytes_per_s=64 << 20, connect_timeout_s=0.5) as engine:
+            path, min_timeout_s=0.2, min_bytes_per_s=64 << 20) as engine:
         assert (await engine.push(b.endpoint, blocks()[:1], grant, timeout_s=10)).ok
         await b.release(OP)
         grant = await b.grant(NEXT, ALL)
@@ -211,7 +211,7 @@ async def test_a_push_to_a_stopped_peer_ends_by_a_deadline_in_proportion_to_its_
         for size, expected_s in [(4 << 20, 0.2625), (NBYTES, 0.45)]:
             started_s = time.monotonic()
             result = await engine.push(b.endpoint, blocks(size), grant)
-            assert expected_s - 0.01 <= time.monotonic() - started_s < expected_s + 0.7
+            assert expected_s - 0.01 <= time.monotonic() - started_s < expected_s + 0.7, result.error
             assert isinstance(result.error, TransferTimeout)
 
 
@@ -487,7 +487,7 @@ async def test_a_grant_that_does_not_stand_moves_nothing(path: str) -> None:
         released = await b.grant(OP, half)
         await b.release(OP)
         grant = await b.grant(OP, half)
-        expired = await b.grant(NEXT, Range(segment="kv", offset=NBYTES // 2, length=BLOCK), ttl_s=0.0)
+        expired = await b.grant(NEXT, Range(segment="kv", offset=NBYTES // 2, length=BLOCK), ttl_s=1e-3)
         wider = msgspec.structs.replace(grant, ranges=[ALL], expires_at_s=grant.expires_at_s + 1e6)
         secret = Slice("kv", 0, Range(segment="secret", offset=0, length=BLOCK))
         inside = blocks()[:2]
@@ -542,7 +542,8 @@ async def test_a_slow_receiver_costs_the_sender_no_memory(path: str) -> None:
         assert 0 < most_in_flight <= max(4 << 20, BATCH_BYTES)
         assert most_memory - before < 48 << 20, "1.6 GB wanted to go"
         b.go_on()
-        assert (await engine.push(b.endpoint, blocks(), grant)).ok
+        after = await engine.push(b.endpoint, blocks(), grant)
+        assert after.ok, after.error
 
 
 def _own_memory_bytes() -> int:

@@ -68,14 +68,13 @@ def test_every_byte_is_in_a_piece_of_its_slice(given_slices: list[Slice], join: 
     for batch in plan_batches(dict(enumerate(given_slices)), join=join, strided=keep, piece_bytes=piece_bytes):
         for piece in batch.pieces:
             assert join or len(set(piece.indexes)) == 1
+            members.update(piece.indexes)
             if len(piece.indexes) == 1:
-                members[piece.indexes[0]] += piece.remote.nbytes
-            else:
-                lengths = [given_slices[index].remote.length for index in piece.indexes]
-                assert piece.remote.length == sum(lengths), "whole parts only"
-                for index, length in zip(piece.indexes, lengths, strict=True):
-                    members[index] += length * piece.remote.count
-    assert members == Counter({i: item.nbytes for i, item in enumerate(given_slices) if item.nbytes})
+                item = given_slices[piece.indexes[0]]
+                own = {(start + i, there + i) for start, there, length in parts_of(item) for i in range(length)}
+                assert {(piece.offset + byte - piece.remote.offset, byte)
+                        for start, stop in piece.remote.parts() for byte in range(start, stop)} <= own
+    assert set(members) == {i for i, item in enumerate(given_slices) if item.nbytes}
 
 
 def test_neighbours_on_both_sides_become_one_piece_unless_each_is_to_be_proven() -> None:
@@ -93,7 +92,7 @@ def test_layers_of_blocks_become_whole_blocks_where_parts_cannot_be_said() -> No
     batch, = plan_batches(layers, join=True)
     assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000, 120)]
     batch, = plan_batches(layers, join=True, strided=True)
-    assert batch.pieces == (Piece((0, 1, 2, 3), "own", 0, Span("kv", 1000, 40, 3, 40)),)
+    assert batch.pieces == (Piece((0, 1, 2, 3), "own", 0, Span("kv", 1000, 120)),), "no gaps are left"
     del layers[1]
     batch, = plan_batches(layers, join=True, strided=True)
     assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000, 10, 3, 40), Span("kv", 1020, 20, 3, 40)]
