@@ -34,9 +34,7 @@ async def stack(server_dir: Path) -> AsyncIterator[RunningStack]:
     """A stack of its own: what happens to it here is nothing for the other modules."""
     directory = server_dir / "stack-chaos"
     directory.mkdir()
-    # A word that a dead bus loses before the first token is missed at the request's deadline, and not before.
-    settings = {"MOONBUS_BLOCK_TOKENS": "16", "MOONBUS_GATEWAY_REQUEST_DEADLINE_S": "40"}
-    async with running_stack(directory, settings=settings) as running:
+    async with running_stack(directory, settings={"MOONBUS_BLOCK_TOKENS": "16"}) as running:
         yield running
 
 
@@ -89,7 +87,7 @@ class LightLoad:
                         answer += chunk.choices[0].delta.content or ""
                         finish = chunk.choices[0].finish_reason or finish
         except openai.APIStatusError as error:
-            assert error.status_code in (429, 502, 503, 504), error
+            assert error.status_code in (429, 502, 503), error
             self.outcomes.refused.append(error.status_code)
             await asyncio.sleep(0.05)
             return
@@ -133,7 +131,6 @@ async def test_a_killed_process_loses_no_request_silently(stack: RunningStack, v
     await eventually(lambda: load.outcomes.right >= healed + 10, "requests succeed again", timeout_s=60)
     load.stop()
     await running
-    assert victim == "nats" or 504 not in load.outcomes.refused, "only a dead bus loses words"
     ended = load.outcomes.right + len(load.outcomes.refused) + len(load.outcomes.broken)
     assert ended == load.started
     if victim in ("conductor", "store-manager", "prefill-1"):
