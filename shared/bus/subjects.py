@@ -119,6 +119,12 @@ PROGRESS = Subject("request.progress", m.Progress, speaks="prefill, decode", hea
 DONE = Subject("request.done", m.RequestDone, stream="KV", speaks="gateway", hears="conductor, store-manager",
                about="how a request ended")
 
+POOL = Subject("worker.{worker}.pool", m.Replicate | m.Trim | m.Protect | m.Retire,
+               m.Replicated | m.Trimmed | m.Protected | m.Retired | m.Failure, speaks="store-manager",
+               hears="that worker", about="copy blocks, drop copies, keep them, empty yourself")
+QUOTAS = Subject("worker.{worker}.quotas", m.Quotas, speaks="store-manager", hears="that worker",
+                 about="how much of its memory each tenant may take")
+
 LINEAGE = Subject("store.lineage", m.LineageQuery, m.LineageReply | m.Failure, speaks="CLI",
                   hears="store-manager (queue group)", about="the chain of a block")
 BLOCKS = Subject("store.blocks", m.BlocksQuery, m.BlocksReply | m.Failure, speaks="CLI",
@@ -128,7 +134,7 @@ STATS = Subject("store.stats", m.StatsQuery, m.StatsReply | m.Failure, speaks="C
 
 ALL: tuple[Subject, ...] = (
     PLACE, WORKERS, PLACED, JOB, PUSH, HELLO, LOAD, BYE, REFUSE, ROLLCALL, KV_STORED, KV_EVICTED, KV_SYNC, TOKENS,
-    CANCEL, PROGRESS, DONE, LINEAGE, BLOCKS, STATS,
+    CANCEL, PROGRESS, DONE, POOL, QUOTAS, LINEAGE, BLOCKS, STATS,
 )
 """Every subject there is, in the order of the docs table."""
 

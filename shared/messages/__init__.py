@@ -5,6 +5,18 @@
 
 from shared.messages.base import Message, Part
 from shared.messages.blocks import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
+from shared.messages.pool import (
+    Protect,
+    Protected,
+    Quotas,
+    Replicate,
+    Replicated,
+    Retire,
+    Retired,
+    TenantQuota,
+    Trim,
+    Trimmed,
+)
 from shared.messages.requests import (
     Accepted,
     Cancel,
@@ -62,8 +74,9 @@ __all__ = [
     "Accepted", "BlockRow", "BlocksQuery", "BlocksReply", "Bye", "Cancel", "Candidate", "DecodeJob", "Endpoint",
     "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "JobFailed", "KvEvent", "Landing", "LineageQuery",
     "LineageReply", "Load", "Message", "Part", "PlaceRequest", "Placed", "Placement", "PrefillJob", "Profile",
-    "Progress", "PushBlocks", "Pushed", "Range", "Refuse", "Refused", "Rejection", "RejectionCode", "ReplicaRow",
-    "RequestDone", "Reserved", "Role", "Rollcall", "Sampling", "Since", "SnapshotPage", "Source", "Stages",
-    "StatsQuery", "StatsReply", "Stored", "StoredBlock", "SyncEvents", "SyncReply", "TokenBatch", "TokenChunk",
+    "Progress", "Protect", "Protected", "PushBlocks", "Pushed", "Quotas", "Range", "Refuse", "Refused", "Rejection",
+    "RejectionCode", "ReplicaRow", "Replicate", "Replicated", "RequestDone", "Reserved", "Retire", "Retired", "Role",
+    "Rollcall", "Sampling", "Since", "SnapshotPage", "Source", "Stages", "StatsQuery", "StatsReply", "Stored",
+    "StoredBlock", "SyncEvents", "SyncReply", "TenantQuota", "TokenBatch", "TokenChunk", "Trim", "Trimmed",
     "WorkerState", "WorkerStats", "WorkersQuery", "WorkersReply",
 ]
