@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -29,42 +28,35 @@ from services.store_manager.core.events import (
 )
 from services.store_manager.core.machine import Event, StoreManager
 from services.store_manager.inventory import ask_inventory
+from services.store_manager.queries import QUERIES, Queries
 from services.store_manager.settings import Settings
 from shared.bus.bus import Bus, Delivery, Durable
 from shared.bus.streams import Consumer
-from shared.bus.subjects import BLOCKS, BYE, HELLO, LINEAGE, LOAD, ROLLCALL, STATS
+from shared.bus.subjects import BYE, HELLO, LOAD, ROLLCALL
 from shared.catalog.repository import Catalog
 from shared.catalog.session import Unwritable
 from shared.clock import Clock
 from shared.driver import Driver
-from shared.errors import BusError, MoonbusError, NoResponders, Unavailable
+from shared.errors import BusError, NoResponders, Unavailable
 from shared.ids import Incarnation, WorkerId
 from shared.messages import (
-    BlocksReply,
     Bye,
     Evicted,
-    Failure,
     Hello,
-    LineageReply,
     RequestDone,
     Rollcall,
-    StatsReply,
     Stored,
 )
 from shared.telemetry import metrics, tracing
 
 PULL_S = 1.0
 """Longest wait of one fetch; also how long a stop may have to wait for it."""
-QUERIES = 4
-"""Most catalog queries answered at a time."""
 DATABASE_CONNECTIONS = QUERIES + 3
 """Queries, and one write, one reconciliation and one marking."""
 _LOOK_EVERY_S = 0.25
 """Pause between two looks at the connection: shorter than any silence that makes a worker suspect."""
 PENDING_EVERY_S = 5.0
 """Least pause between two looks at how far behind the feed we are."""
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _tracer = trace.get_tracer("moonbus.store-manager")
@@ -77,6 +69,7 @@ class StoreManagerShell:
                  name: str) -> None:
         self._settings, self._bus, self._catalog, self._consumer = settings, bus, catalog, consumer
         self._clock, self._name = clock, name
+        self._queries = Queries(bus, catalog, consumer, timeout_s=settings.query_timeout_s)
         #: {position in the stream: message}; what the machine holds or is about to be told of, in its latest delivery
         self._held: dict[int, Durable] = {}
         #: {position in the stream: message}; what is over and not yet acknowledged. A position may be in both: the
@@ -99,9 +92,7 @@ class StoreManagerShell:
             await self._bus.subscribe(HELLO.any(), self._hear),
             await self._bus.subscribe(LOAD.any(), self._hear),
             await self._bus.subscribe(BYE.any(), self._hear),
-            await self._bus.serve(LINEAGE.at(), self._lineage, queue="store-manager", concurrency=QUERIES),
-            await self._bus.serve(BLOCKS.at(), self._blocks, queue="store-manager", concurrency=QUERIES),
-            await self._bus.serve(STATS.at(), self._stats, queue="store-manager", concurrency=QUERIES),
+            *await self._queries.serve(),
         ]
         self._bus.on_reconnect(self._reconnected)
         self._driver.feed(Started())
@@ -242,31 +233,6 @@ class StoreManagerShell:
         if self._clock.monotonic() - self._looked_s >= PENDING_EVERY_S:
             self._looked_s = self._clock.monotonic()
             metrics.STORE_FEED_PENDING.set(await self._bus.pending(self._consumer))
-
-    # Queries.
-
-    async def _lineage(self, delivery: Delivery) -> LineageReply | Failure:
-        return await self._answer(self._catalog.lineage(delivery.message.key_hex))
-
-    async def _blocks(self, delivery: Delivery) -> BlocksReply | Failure:
-        return await self._answer(self._catalog.blocks(delivery.message))
-
-    async def _stats(self, delivery: Delivery) -> StatsReply | Failure:
-        try:
-            pending = await self._bus.pending(self._consumer)
-        except BusError as error:
-            return Failure(message=str(error))
-        return await self._answer(self._catalog.stats(feed_pending=pending))
-
-    async def _answer(self, query: Awaitable[T]) -> T | Failure:
-        limit_s = self._settings.query_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await query
-        except TimeoutError:
-            return Failure(message=f"the catalog did not answer within {limit_s:g} s; ask for less or try again later")
-        except MoonbusError as error:
-            return Failure(message=str(error))
 
 
 def _rows(message: object) -> int:
