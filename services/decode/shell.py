@@ -33,7 +33,9 @@ from shared.messages import (
     Cancel,
     DecodeJob,
     Handover,
+    Inquiry,
     JobFailed,
+    JobState,
     Landing,
     Load,
     PrefillJob,
@@ -146,8 +148,10 @@ class DecodeShell:
 
     # --- messages ----------------------------------------------------------------------------------------------
 
-    async def _on_job(self, delivery: Delivery) -> Reserved | Accepted | Refused:
-        message: PrefillJob | DecodeJob | Handover = delivery.message
+    async def _on_job(self, delivery: Delivery) -> Reserved | Accepted | Refused | JobState:
+        message: PrefillJob | DecodeJob | Handover | Inquiry = delivery.message
+        if isinstance(message, Inquiry):
+            return self._state_of(message)
         reply: Reserved | Accepted | Refused
         if isinstance(message, DecodeJob):
             reply = self._reserve(message)
@@ -158,6 +162,13 @@ class DecodeShell:
         metrics.WORKER_JOBS.labels(kind="handover" if isinstance(message, Handover) else "decode",
                                    answer=reply.code if isinstance(reply, Refused) else "accepted").inc()
         return reply
+
+    def _state_of(self, message: Inquiry) -> JobState:
+        request = self._requests.get(OperationId(f"{message.request}.{message.attempt}"))
+        if request is None:
+            return JobState(request=message.request, attempt=message.attempt, stage="unknown")
+        return JobState(request=message.request, attempt=message.attempt, sent=request.sent,
+                        stage="waiting" if request.running is None else "running")
 
     def _reserve(self, message: DecodeJob) -> Reserved | Refused:
         operation = OperationId(f"{message.request}.{message.attempt}")

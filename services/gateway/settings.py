@@ -34,6 +34,9 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     request_deadline_s: Annotated[float, Meta(description="Longest life of a request.", gt=0, extra=SECONDS)] = 300.0
     stall_s: Annotated[float, Meta(description="Longest silence of an answer that has begun.", gt=0,
                                    extra=SECONDS)] = 30.0
+    quiet_s: Annotated[float, Meta(description=(
+        "Silence of a request's workers after which they are asked whether they still have it."), gt=0,
+        extra=SECONDS)] = 5.0
     max_attempts: Annotated[int, Meta(description="Placements a request may use up before it fails.", ge=1)] = 3
     ttft_slo_s: Annotated[float, Meta(description=(
         "Time to first token that placements must promise; 0 accepts any. Header x-moonbus-ttft-slo-ms "

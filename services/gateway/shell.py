@@ -24,6 +24,7 @@ from services.gateway.core.machine import (
     Aborted,
     AskConductor,
     AskWorker,
+    BusReturned,
     Deliver,
     Ended,
     Event,
@@ -330,7 +331,8 @@ class Gateway:
         self.settings, self.bus, self.clock, self.gateway_id = settings, bus, clock, gateway_id
         self.limits = Limits(
             place_timeout_s=settings.place_timeout_s, job_timeout_s=settings.job_timeout_s,
-            deadline_s=settings.request_deadline_s, stall_s=settings.stall_s, max_attempts=settings.max_attempts)
+            deadline_s=settings.request_deadline_s, stall_s=settings.stall_s, quiet_s=settings.quiet_s,
+            max_attempts=settings.max_attempts)
         self.stream_buffer_tokens = settings.stream_buffer_tokens
         self.threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
         self.roster = Roster(
@@ -350,6 +352,7 @@ class Gateway:
     async def start(self) -> None:
         """Listens for tokens and workers."""
         self._tokens = await self.bus.subscribe(TOKENS.at(gateway=self.gateway_id), self._on_tokens)
+        self.bus.on_reconnect(self._reconnected)
         await self.roster.start()
 
     async def close(self) -> None:
@@ -374,6 +377,10 @@ class Gateway:
         except TimeoutError:
             return False
         return True
+
+    async def _reconnected(self) -> None:
+        for exchange in list(self._under_way.values()):
+            exchange.feed(BusReturned())
 
     def abort(self, why: str) -> None:
         """Ends every request under way with an error that invites a retry."""

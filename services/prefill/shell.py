@@ -37,7 +37,9 @@ from shared.messages import (
     Cancel,
     DecodeJob,
     Handover,
+    Inquiry,
     JobFailed,
+    JobState,
     Load,
     PrefillJob,
     Progress,
@@ -152,8 +154,11 @@ class PrefillShell:
 
     # --- messages ----------------------------------------------------------------------------------------------
 
-    async def _on_job(self, delivery: Delivery) -> Accepted | Refused:
-        message: PrefillJob | DecodeJob | Handover = delivery.message
+    async def _on_job(self, delivery: Delivery) -> Accepted | Refused | JobState:
+        message: PrefillJob | DecodeJob | Handover | Inquiry = delivery.message
+        if isinstance(message, Inquiry):
+            known = OperationId(f"{message.request}.{message.attempt}") in self._jobs
+            return JobState(request=message.request, attempt=message.attempt, stage="waiting" if known else "unknown")
         if isinstance(message, PrefillJob):
             reply = self._accept(message)
         else:

@@ -87,8 +87,9 @@ WORKERS = Subject("conductor.workers", m.WorkersQuery, m.WorkersReply,
 PLACED = Subject("placed", m.Placed, speaks="conductor", hears="conductor",
                  about="decisions, so that replicas share in-flight load")
 
-JOB = Subject("worker.{worker}.job", m.DecodeJob | m.PrefillJob | m.Handover, m.Reserved | m.Accepted | m.Refused,
-              speaks="gateway, prefill", hears="that worker", about="work, and the answer whether it is taken")
+JOB = Subject("worker.{worker}.job", m.DecodeJob | m.PrefillJob | m.Handover | m.Inquiry,
+              m.Reserved | m.Accepted | m.Refused | m.JobState, speaks="gateway, prefill", hears="that worker",
+              about="work, and the answer whether it is taken; what became of it")
 PUSH = Subject("worker.{worker}.push", m.PushBlocks, m.Pushed,
                speaks="prefill", hears="the owner of the blocks", about="write your blocks into my memory")
 HELLO = Subject("worker.{worker}.hello", m.Hello, stream="KV", speaks="worker",

@@ -24,7 +24,9 @@ from shared.messages.requests import (
     DecodeJob,
     Finish,
     Handover,
+    Inquiry,
     JobFailed,
+    JobState,
     Landing,
     Placed,
     Placement,
@@ -72,11 +74,11 @@ from shared.messages.workers import (
 
 __all__ = [
     "Accepted", "BlockRow", "BlocksQuery", "BlocksReply", "Bye", "Cancel", "Candidate", "DecodeJob", "Endpoint",
-    "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "JobFailed", "KvEvent", "Landing", "LineageQuery",
-    "LineageReply", "Load", "Message", "Part", "PlaceRequest", "Placed", "Placement", "PrefillJob", "Profile",
-    "Progress", "Protect", "Protected", "PushBlocks", "Pushed", "Quotas", "Range", "Refuse", "Refused", "Rejection",
-    "RejectionCode", "ReplicaRow", "Replicate", "Replicated", "RequestDone", "Reserved", "Retire", "Retired", "Role",
-    "Rollcall", "Sampling", "Since", "SnapshotPage", "Source", "Stages", "StatsQuery", "StatsReply", "Stored",
-    "StoredBlock", "SyncEvents", "SyncReply", "TenantQuota", "TokenBatch", "TokenChunk", "Trim", "Trimmed",
-    "WorkerState", "WorkerStats", "WorkersQuery", "WorkersReply",
+    "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "Inquiry", "JobFailed", "JobState", "KvEvent",
+    "Landing", "LineageQuery", "LineageReply", "Load", "Message", "Part", "PlaceRequest", "Placed", "Placement",
+    "PrefillJob", "Profile", "Progress", "Protect", "Protected", "PushBlocks", "Pushed", "Quotas", "Range", "Refuse",
+    "Refused", "Rejection", "RejectionCode", "ReplicaRow", "Replicate", "Replicated", "RequestDone", "Reserved",
+    "Retire", "Retired", "Role", "Rollcall", "Sampling", "Since", "SnapshotPage", "Source", "Stages", "StatsQuery",
+    "StatsReply", "Stored", "StoredBlock", "SyncEvents", "SyncReply", "TenantQuota", "TokenBatch", "TokenChunk",
+    "Trim", "Trimmed", "WorkerState", "WorkerStats", "WorkersQuery", "WorkersReply",
 ]

@@ -230,6 +230,22 @@ class Handover(Message, frozen=True):
     stages: Stages
 
 
+class Inquiry(Message, frozen=True):
+    """gateway → worker: do you still have this job? Asked when nothing is heard of it for too long."""
+
+    request: RequestId
+    attempt: int
+
+
+class JobState(Message, frozen=True):
+    """Answer to :class:`Inquiry`. ``waiting``: not yet decoding; ``running``: ``sent`` tokens have left."""
+
+    request: RequestId
+    attempt: int
+    stage: Literal["unknown", "waiting", "running"]
+    sent: int = 0
+
+
 class PushBlocks(Message, frozen=True):
     """A reader → the owner: write these blocks into my memory."""
 

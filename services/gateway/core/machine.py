@@ -13,6 +13,9 @@
   nothing of them (``replayable``: answers that are not streamed).
 * *done*: entered exactly once, with exactly one :class:`Ended`; everything later is ignored.
 
+Nobody is believed for ever: after ``quiet_s`` without a word, and after the bus was away, the workers are asked what
+they have of the request (a *look*). Words that they have spoken and that did not come within ``gap_s`` are lost.
+
 An attempt ends early when a worker refuses, is unreachable, reports failure or is declared lost, or when tokens are
 lost on the way; it is cancelled on the bus, who is to blame excluded and the request placed again, at most
 ``max_attempts`` times. Whether that is possible shows here alone, so no worker is asked. Once the decode worker has
@@ -37,7 +40,9 @@ from shared.messages import (
     Cancel,
     DecodeJob,
     Finish,
+    Inquiry,
     JobFailed,
+    JobState,
     Placement,
     PlaceRequest,
     PrefillJob,
@@ -51,7 +56,7 @@ from shared.messages import (
 
 State = Literal["new", "placing", "reserving", "prefilling", "streaming", "done"]
 Outcome = Literal["ok", "cancelled", "rejected", "failed"]
-Step = Literal["place", "reserve", "dispatch"]
+Step = Literal["place", "reserve", "dispatch", "look"]
 
 REJECTED_STATUS = {"no_worker": 503, "ttft": 429, "tbt": 429, "capacity": 429, "quota": 429}
 """{rejection code: HTTP status}: 429 is contended, 503 is absent."""
@@ -94,8 +99,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Longest life of a request."""
     stall_s: float = 30.0
     """Longest silence of an answer that has begun."""
+    quiet_s: float = 5.0
+    """Silence after which the workers are asked whether they still have the request."""
     gap_s: float = 2.0
-    """Longest wait for a token chunk that others have overtaken."""
+    """Longest wait for a token chunk that others have overtaken, or that its worker says it has sent."""
     max_attempts: int = 3
 
 
@@ -110,6 +117,10 @@ class WorkerLost(msgspec.Struct, frozen=True):
 
     worker: WorkerId
     why: str
+
+
+class BusReturned(msgspec.Struct, frozen=True):
+    """The bus was away and is back: what was said meanwhile may be lost."""
 
 
 class TooLarge(msgspec.Struct, frozen=True):
@@ -157,10 +168,10 @@ class AskConductor(Effect, frozen=True):
 
 
 class AskWorker(Effect, frozen=True):
-    """Give ``worker`` a job; comes back as Answered, Unanswered or TooLarge with ``tag``."""
+    """Give ``worker`` a job, or ask after one; comes back as Answered, Unanswered or TooLarge with ``tag``."""
 
     worker: WorkerId
-    message: DecodeJob | PrefillJob
+    message: DecodeJob | PrefillJob | Inquiry
     tag: Tag
     timeout_s: float
 
@@ -199,8 +210,8 @@ class Ended(Effect, frozen=True):
     problem: Problem | None = None
 
 
-Event = (Started | Answered | Unanswered | TokenChunk | JobFailed | WorkerLost | TooLarge | Abandoned | Stopped
-         | Aborted | Woke)
+Event = (Started | Answered | Unanswered | TokenChunk | JobFailed | WorkerLost | BusReturned | TooLarge | Abandoned
+         | Stopped | Aborted | Woke)
 
 
 class RequestMachine:
@@ -228,7 +239,11 @@ class RequestMachine:
         self._place_tries = 0
         self._ask_again_s: float | None = None
         self._gap_since_s: float | None = None
+        self._look_at_s: float | None = None
+        """When the workers are asked after the request; set while an attempt is with them."""
+        self._looked_at: WorkerId | None = None
         self._question = 0
+        self._look = 0
 
     @property
     def received(self) -> int:
@@ -245,6 +260,8 @@ class RequestMachine:
             case Started():
                 self._deadline_s = now + self.limits.deadline_s
                 return self._place(now)
+            case Answered(tag=Tag(step="look") as tag) | Unanswered(tag=Tag(step="look") as tag):
+                return self._looked(event, now) if tag.attempt == self.attempt and tag.number == self._look else []
             case Answered(tag=Tag() as tag) | Unanswered(tag=Tag() as tag) if tag.number != self._question:
                 return []
             case Answered(message=message):
@@ -260,6 +277,10 @@ class RequestMachine:
                 return self._job_failed(event, now)
             case WorkerLost(worker=worker, why=why):
                 return self._worker_lost(worker, why, now)
+            case BusReturned():
+                if self.state in ("prefilling", "streaming"):
+                    self._look_at_s = now + self.limits.gap_s  # what is on its way again comes first
+                return []
             case Woke():
                 return self._woke(now)
             case Abandoned(code=code, why=why):
@@ -281,6 +302,8 @@ class RequestMachine:
             times.append(self.last_token_s + self.limits.stall_s)
         if self._gap_since_s is not None:
             times.append(self._gap_since_s + self.limits.gap_s)
+        if self._look_at_s is not None:
+            times.append(self._look_at_s)
         return min(times)
 
     def check_invariants(self) -> None:
@@ -375,6 +398,7 @@ class RequestMachine:
     def _prefill(self, reserved: Reserved, now: float) -> list[Effect]:
         placement = self._placed()
         self.state = "prefilling"
+        self._look_at_s = now + self.limits.quiet_s
         self._note("reserved")
         job = self.job
         message = PrefillJob(
@@ -400,6 +424,7 @@ class RequestMachine:
         if fresh.finish == "cancelled":  # nobody here cancelled it: we would be done
             return self._broken(chunk.worker, "worker_cancelled", f"{chunk.worker} gave the answer up", now)
         self._gap_since_s = now if self._order.gap else None
+        self._look_at_s = now + self.limits.quiet_s
         if self.state == "prefilling":
             self.state = "streaming"
             self._note("first token")
@@ -408,6 +433,30 @@ class RequestMachine:
             self.first_token_s = now
         delivered: list[Effect] = [Deliver(fresh.tokens, fresh.finish)]
         return delivered + self._finish(fresh.finish) if fresh.finish else delivered
+
+    # -- looks ------------------------------------------------------------------------------------------------------
+
+    def _ask_after(self, worker: WorkerId, now: float) -> list[Effect]:
+        self._look += 1
+        self._looked_at, self._look_at_s = worker, now + self.limits.quiet_s
+        inquiry = Inquiry(request=self.job.request, attempt=self.attempt)
+        return [AskWorker(worker, inquiry, Tag("look", self.attempt, self._look), self._job_timeout_s(now))]
+
+    def _looked(self, event: Answered | Unanswered, now: float) -> list[Effect]:
+        """What a worker says of the present attempt. Its silence says nothing: it is asked again, or declared lost."""
+        worker = self._looked_at
+        if worker is None or self.state not in ("prefilling", "streaming"):
+            return []
+        if isinstance(event, Unanswered):
+            return [NobodyThere(worker)] if event.gone else []
+        if not isinstance(event.message, JobState):
+            return []
+        said, decode = event.message, self._placed().decode
+        if worker != decode:  # the prefill worker has it still, or the decode worker must know what became of it
+            return [] if said.stage == "waiting" else self._ask_after(decode, now)
+        if self._gap_since_s is None and (said.stage != "running" or said.sent > self.received):
+            self._gap_since_s = now
+        return []
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -455,7 +504,7 @@ class RequestMachine:
             self._excluded.append(blame)
         self.attempt += 1
         self._order = TokenOrder(self.attempt)
-        self._gap_since_s = None
+        self._gap_since_s = self._look_at_s = None
         self.first_token_s = self.last_token_s = None
         return effects + self._place(now)
 
@@ -471,6 +520,8 @@ class RequestMachine:
         if self.state == "streaming" and self.last_token_s is not None \
                 and now >= self.last_token_s + self.limits.stall_s:
             return self._broken(self._placed().decode, "stalled", f"no token for {self.limits.stall_s:g} s", now)
+        if self._look_at_s is not None and now >= self._look_at_s:
+            return self._ask_after(self._placed().decode if self._handed_over else self._placed().prefill, now)
         return []
 
     # -- ends -------------------------------------------------------------------------------------------------------

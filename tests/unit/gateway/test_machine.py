@@ -12,6 +12,7 @@ from services.gateway.core.machine import (
     Aborted,
     AskConductor,
     AskWorker,
+    BusReturned,
     Deliver,
     Ended,
     Job,
@@ -47,7 +48,9 @@ from shared.messages import (
     Endpoint,
     Finish,
     Grant,
+    Inquiry,
     JobFailed,
+    JobState,
     Landing,
     Placement,
     PlaceRequest,
@@ -327,6 +330,55 @@ def test_a_lost_chunk_breaks_the_answer_off() -> None:
     (script >> after(1.0)).done()
 
 
+def state(stage: Any, sent: int = 0) -> JobState:
+    return JobState(request=REQUEST, attempt=0, stage=stage, sent=sent)
+
+
+def test_a_long_prefill_is_looked_after_and_left_alone() -> None:
+    script = at_prefill(quiet_s=5.0)
+    for _ in range(5):
+        script >> after(5.0) << asks(P1, Inquiry, attempt=0)
+        script.reply(state("waiting")).done()
+    script >> chunk(0, 5) << Deliver([5], "")
+
+
+@pytest.mark.parametrize("said", [state("unknown"), state("waiting"), state("running", 1)])
+def test_a_first_token_that_the_bus_lost_is_missed_soon_after_its_return(said: JobState) -> None:
+    script = at_prefill(gap_s=2.0)
+    (script >> BusReturned()).done()
+    script >> after(2.0) << asks(P1, Inquiry)
+    script.reply(state("unknown")) << asks(D1, Inquiry)
+    (script.reply(said) >> after(1.9)).done()
+    script >> after(0.2) << cancelled(0, reason="tokens_lost") << asks_place(attempt=1, exclude=["prefill-9"])
+
+
+def test_tokens_that_come_after_all_are_not_lost() -> None:
+    script = at_prefill(gap_s=2.0)
+    script >> BusReturned()
+    script >> after(2.0) << asks(P1, Inquiry)
+    script.reply(state("unknown")) << asks(D1, Inquiry)
+    script.reply(state("running", 1)).done()
+    script >> chunk(0, 5) << Deliver([5], "")
+    (script >> after(3.0)).done()
+
+
+def test_last_tokens_that_the_bus_lost_break_the_answer_off() -> None:
+    script = at_stream(quiet_s=5.0, gap_s=2.0)
+    script >> after(5.0) << asks(D1, Inquiry)
+    script.reply(state("running", 1)).done()
+    script >> after(5.0) << asks(D1, Inquiry)
+    script.reply(state("unknown")).done()
+    script >> after(2.0) << cancelled() << ends("failed", "tokens_lost", 502)
+
+
+def test_workers_that_do_not_answer_a_look_are_asked_again_and_known_to_be_gone() -> None:
+    script = at_prefill(quiet_s=5.0)
+    script >> after(5.0) << asks(P1, Inquiry)
+    script.silence().done()
+    script >> after(5.0) << asks(P1, Inquiry)
+    script.silence(gone=True) << like(NobodyThere, worker=P1)
+
+
 def test_a_stalled_answer_breaks_off() -> None:
     script = at_stream(stall_s=5.0)
     (script >> after(4.0)).done()
@@ -375,10 +427,13 @@ def test_it_always_ends_once() -> None:
                 Answered(tag, placement(chance.choice([P1, P2]), chance.choice([D1, D2]), attempt)),
                 Answered(tag, reserved(attempt)), Answered(tag, Accepted(request=REQUEST, attempt=attempt)),
                 Answered(tag, refused("capacity", attempt)), Unanswered(tag, "why", gone=chance.random() < 0.5),
-                chunk(made.received, 5, attempt=attempt),
+                chunk(made.received, 5, attempt=attempt), BusReturned(),
+                Answered(tag, state(chance.choice(["unknown", "waiting", "running"]), chance.randrange(5))),
                 chunk(made.received + chance.randrange(3), 5, attempt=attempt),
                 failed(chance.choice([P1, D1]), attempt=attempt), WorkerLost(chance.choice([P1, D1, P2]), "w"), Woke()])
-            if isinstance(event, Answered) and tag.step == "place" and not isinstance(event.message, Placement):
+            if isinstance(event, Answered) and (
+                    (tag.step == "place" and not isinstance(event.message, Placement))
+                    or (tag.step == "look") != isinstance(event.message, JobState)):
                 continue  # the subject's types rule it out
             effects = list(made.handle(event, now=now))
             questions += [e for e in effects if isinstance(e, AskConductor | AskWorker)]
