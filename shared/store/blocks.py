@@ -7,8 +7,10 @@ Theory of operation. A slot is
 * *cached*: sealed under its block key, reusable by anyone. It may also be pinned by operations.
 
 Operations pin what they use, ancestors included, and end with :meth:`BlockPool.release`; there are no time leases.
-Only cached blocks that nobody pins and that no cached block continues (leaves) may be evicted, least recently used
-first, deeper ones first among equals: so a cached prefix never has a hole, and what is cached is worth something.
+Only cached blocks that nobody pins and that no cached block continues (leaves) may be evicted, so a cached prefix
+never has a hole. Which leaf goes first is the :class:`~shared.store.policies.Policy`'s word, except that protected
+ones (somebody said they are the last copies of something hot) go after all others, the first to lose its protection
+first.
 
 Two operations may compute the same block at the same time; the first to seal wins, the loser's slot stays private
 to it, and the loser pins the winner so that its own later blocks keep their parent.
@@ -16,13 +18,16 @@ to it, and the loser pins the winner so that its own later blocks keep their par
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from shared.errors import Bug
 from shared.ids import BlockKey, OperationId
 from shared.messages import StoredBlock
+from shared.store.policies import Policy, make
+from shared.store.policies.leaves import Leaves
 
 
 @dataclass(slots=True)
@@ -31,12 +36,12 @@ class _Cached:
 
     slot: int
     block: StoredBlock
-    used_s: float
     #: operations that pin it
     pins: set[OperationId] = field(default_factory=set)
     #: cached blocks whose parent this is
     children: int = 0
-    version: int = 0
+    #: evicted last until then
+    protected_until_s: float = -inf
 
 
 @dataclass(slots=True)
@@ -44,7 +49,8 @@ class _Operation:
     """What one operation holds."""
 
     private: set[int] = field(default_factory=set)
-    pinned: set[BlockKey] = field(default_factory=set)
+    #: in the order in which they were pinned, so that the same calls always lead to the same evictions
+    pinned: dict[BlockKey, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +74,24 @@ class PoolStatistics:
 
 
 class BlockPool:
-    """Slots ``0 .. num_blocks - 1``. All times are monotonic seconds given by the caller."""
+    """Slots ``0 .. num_blocks - 1``. All times are monotonic seconds given by the caller.
 
-    def __init__(self, num_blocks: int) -> None:
+    ``policy`` is the pool's own from now on; the default one unless given.
+    """
+
+    def __init__(self, num_blocks: int, policy: Policy | None = None) -> None:
         self._total = num_blocks
+        self._policy = make() if policy is None else policy
+        self._policy.bind(num_blocks)
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         #: {block key: its cached block}
         self._cached: dict[BlockKey, _Cached] = {}
         #: {operation: what it holds}; an operation without holdings is absent
         self._operations: dict[OperationId, _Operation] = {}
-        #: (used_s, -depth, version, key) of every evictable leaf, and stale entries that eviction skips
-        self._leaves: list[tuple[float, int, int, BlockKey]] = []
+        #: evictable leaves that eviction met and passed over because they were protected, by the end of protection
+        self._protected = Leaves()
+        #: {tenant: its cached blocks}; never 0
+        self._tenants: Counter[str] = Counter()
         self._pinned = 0
         self._private = 0
 
@@ -99,6 +112,20 @@ class BlockPool:
         """Every cached block, in no order."""
         return (cached.block for cached in self._cached.values())
 
+    def block(self, key: BlockKey) -> StoredBlock | None:
+        """A cached block, or ``None``."""
+        cached = self._cached.get(key)
+        return None if cached is None else cached.block
+
+    def tenant_blocks(self, tenant: str) -> int:
+        """How many cached blocks are ``tenant``'s."""
+        return self._tenants[tenant]
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, to be asked for its name and its odds; its events come from the pool alone."""
+        return self._policy
+
     @property
     def available(self) -> int:
         """Slots that :meth:`allocate` can hand out: free ones and unpinned cached ones."""
@@ -111,13 +138,21 @@ class BlockPool:
 
     # --- changing ----------------------------------------------------------------------------------------------
 
-    def pin(self, operation: OperationId, keys: Sequence[BlockKey], *, now: float) -> list[int]:
-        """Pins the leading cached ``keys`` for ``operation`` and returns their slots, in order."""
+    def pin(self, operation: OperationId, keys: Sequence[BlockKey], *, now: float, use: bool = True) -> list[int]:
+        """Pins the leading cached ``keys`` for ``operation`` and returns their slots, in order.
+
+        The first pin of an operation counts as a use of the block. ``use=False``: it does not, because the block is
+        only moved about, or has just been stored for this very request under another operation.
+        """
         slots: list[int] = []
-        for key in keys[:self.match(keys)]:
-            cached = self._cached[key]
-            self._pin(operation, cached)
-            cached.used_s = now
+        for key in keys:
+            cached = self._cached.get(key)
+            if cached is None:
+                break
+            if operation not in cached.pins:
+                self._pin(operation, cached)
+                if use:
+                    self._policy.used(key, now=now)
             slots.append(cached.slot)
         return slots
 
@@ -125,17 +160,61 @@ class BlockPool:
         """``count`` private slots for ``operation``, evicting if need be; ``None`` when there is no room."""
         if count > self.available:
             return None
-        evicted: list[BlockKey] = []
-        while len(self._free) < count:
-            key = self._pop_leaf()
-            if key is None:
-                raise Bug(f"{self.available} slots are said to be available, {len(self._free)} are")
-            self._evict(key)
-            evicted.append(key)
+        evicted = self._evict(count - len(self._free), now=now)
+        if len(self._free) < count:
+            raise Bug(f"{self.available} slots are said to be available, {len(self._free)} are")
         slots = [self._free.pop() for _ in range(count)]
         self._operation(operation).private.update(slots)
         self._private += count
         return Allocation(slots, evicted)
+
+    def evict_tenant(self, tenant: str, count: int, *, now: float) -> list[BlockKey]:
+        """Evicts up to ``count`` of ``tenant``'s blocks, coldest leaves first; fewer when pins or others' blocks
+        that continue them keep the rest. Announce the returned keys as evicted."""
+        return self._evict(count, now=now, tenant=tenant)
+
+    def coldest(self, count: int, *, now: float) -> list[StoredBlock]:
+        """The up to ``count`` blocks that would go first if as many were evicted now, in that order.
+
+        Nothing is evicted. Protected blocks come last, as in eviction.
+        """
+        found: list[_Cached] = []
+        while len(found) < count and (key := self._take(now)) is not None:
+            found.append(self._cached[key])
+            self._leave_parent(found[-1])
+        for cached in reversed(found):
+            parent = self._cached.get(cached.block.parent)
+            if parent is not None:
+                parent.children += 1
+                self._policy.withdraw(cached.block.parent)
+            self._offer(cached)
+        return [cached.block for cached in found]
+
+    def protect(self, keys: Sequence[BlockKey], until_s: float) -> int:
+        """Evicts these blocks last until ``until_s``; a newer word replaces an older one. How many are cached."""
+        held = 0
+        for key in keys:
+            cached = self._cached.get(key)
+            if cached is not None:
+                cached.protected_until_s = until_s
+                held += 1
+                if key in self._protected:
+                    self._protected.discard(key)
+                    self._offer(cached)
+        return held
+
+    def drop(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Drops those of ``keys`` that nobody pins and nothing continues, protected or not; returns them.
+
+        Given a whole chain in any order, all of it goes. Announce the returned keys as evicted.
+        """
+        wanted = {key: cached for key in keys if (cached := self._cached.get(key)) is not None}
+        dropped = []
+        for key, cached in sorted(wanted.items(), key=lambda item: -item[1].block.depth):
+            if not cached.pins and not cached.children:
+                self._forget(key)
+                dropped.append(key)
+        return dropped
 
     def move(self, slots: Sequence[int], source: OperationId, target: OperationId) -> None:
         """Private ``slots`` of ``source`` become private slots of ``target``."""
@@ -157,18 +236,22 @@ class BlockPool:
             raise Bug(f"operation {operation} seals slot {slot} that is not its own")
         twin = self._cached.get(block.key)
         if twin is not None:
-            self._pin(operation, twin)
-            twin.used_s = now
+            if operation not in twin.pins:
+                self._pin(operation, twin)
+                self._policy.used(block.key, now=now)
             return False
         parent = self._cached.get(block.parent)
         if parent is None and block.depth > 0:
             raise Bug(f"operation {operation} seals a block of depth {block.depth} whose parent is not cached")
         if parent is not None:
-            parent.children += 1
+            parent.children += 1  # it is pinned by this operation once its child is: no leaf, whoever offered it
+            self._withdraw(block.parent)
         holdings.private.discard(slot)
         self._private -= 1
-        cached = _Cached(slot=slot, block=block, used_s=now)
+        cached = _Cached(slot=slot, block=block)
         self._cached[block.key] = cached
+        self._tenants[block.tenant] += 1
+        self._policy.stored(block, now=now)
         self._pin(operation, cached)
         return True
 
@@ -207,6 +290,14 @@ class BlockPool:
         for key, cached in self._cached.items():
             if cached.children != children.get(key, 0):
                 raise Bug(f"block {key.hex()[:12]} miscounts its children")
+            if key in self._protected and not self._is_leaf(cached):
+                raise Bug(f"block {key.hex()[:12]} waits for eviction and is no leaf")
+        if Counter(cached.block.tenant for cached in self._cached.values()) != +self._tenants:
+            raise Bug("blocks of tenants are miscounted")
+        self._policy.check_invariants(
+            stored=self._cached.keys(),
+            offered={key for key, cached in self._cached.items()
+                     if self._is_leaf(cached) and key not in self._protected})
         if self._pinned != sum(1 for cached in self._cached.values() if cached.pins):
             raise Bug("pinned blocks are miscounted")
         if self._private != sum(len(held.private) for held in self._operations.values()):
@@ -219,37 +310,60 @@ class BlockPool:
 
     def _pin(self, operation: OperationId, cached: _Cached | None) -> None:
         """Pins a block and what it continues: a pinned block's ancestors are pinned, so ``available`` is exact."""
+        pinned = self._operation(operation).pinned
         while cached is not None and operation not in cached.pins:
             if not cached.pins:
                 self._pinned += 1
-                cached.version += 1  # whatever the heap says of it is stale now
+                if not cached.children:
+                    self._withdraw(cached.block.key)
             cached.pins.add(operation)
-            self._operation(operation).pinned.add(cached.block.key)
+            pinned[cached.block.key] = None
             cached = self._cached.get(cached.block.parent)
 
+    @staticmethod
+    def _is_leaf(cached: _Cached) -> bool:
+        return not cached.pins and not cached.children
+
     def _offer(self, cached: _Cached) -> None:
-        """Puts a block that may be evicted where eviction finds it."""
-        if not cached.pins and not cached.children:
-            cached.version += 1
-            heapq.heappush(self._leaves, (cached.used_s, -cached.block.depth, cached.version, cached.block.key))
-            if len(self._leaves) > 2 * len(self._cached) + 64:  # a pool that never evicts must not grow stale entries
-                self._leaves = [leaf for leaf in self._leaves if self._is_leaf(leaf[2], leaf[3])]
-                heapq.heapify(self._leaves)
+        """Lets eviction find a block, if it may be evicted."""
+        if self._is_leaf(cached):
+            self._policy.offer(cached.block.key)
 
-    def _pop_leaf(self) -> BlockKey | None:
-        while self._leaves:
-            _, _, version, key = heapq.heappop(self._leaves)
-            if self._is_leaf(version, key):
+    def _withdraw(self, key: BlockKey) -> None:
+        self._policy.withdraw(key)
+        self._protected.discard(key)
+
+    def _take(self, now: float, tenant: str | None = None) -> BlockKey | None:
+        """The leaf that goes first, out of the order of leaves."""
+        while (first := self._protected.first()) is not None and first[0][0] <= now:
+            self._protected.discard(first[1])
+            self._offer(self._cached[first[1]])
+        while (key := self._policy.take(tenant)) is not None:
+            cached = self._cached[key]
+            if cached.protected_until_s <= now:
                 return key
-        return None
+            self._protected.add(key, cached.block.tenant, (cached.protected_until_s, -cached.block.depth))
+        return self._protected.pop(tenant)
 
-    def _is_leaf(self, version: int, key: BlockKey) -> bool:
-        cached = self._cached.get(key)
-        return cached is not None and cached.version == version and not cached.pins and not cached.children
+    def _evict(self, count: int, *, now: float, tenant: str | None = None) -> list[BlockKey]:
+        evicted: list[BlockKey] = []
+        while len(evicted) < count and (key := self._take(now, tenant)) is not None:
+            self._forget(key)
+            evicted.append(key)
+        return evicted
 
-    def _evict(self, key: BlockKey) -> None:
+    def _forget(self, key: BlockKey) -> None:
+        """A leaf is gone: its slot is free, and its parent may be a leaf now."""
         cached = self._cached.pop(key)
         self._free.append(cached.slot)
+        self._tenants[cached.block.tenant] -= 1
+        if not self._tenants[cached.block.tenant]:
+            del self._tenants[cached.block.tenant]
+        self._protected.discard(key)
+        self._policy.dropped(key)
+        self._leave_parent(cached)
+
+    def _leave_parent(self, cached: _Cached) -> None:
         parent = self._cached.get(cached.block.parent)
         if parent is not None:
             parent.children -= 1
