@@ -100,8 +100,8 @@ BYE = Subject("worker.{worker}.bye", m.Bye, stream="KV", speaks="worker", hears=
               about="orderly leave")
 REFUSE = Subject("worker.{worker}.refuse", m.Refuse, speaks="conductor", hears="that worker",
                  about="this worker's cache spec does not fit; it must stop")
-ROLLCALL = Subject("rollcall", m.Rollcall, speaks="gateway, conductor, store-manager", hears="worker",
-                   about="who is there? every worker says hello")
+ROLLCALL = Subject("rollcall", m.Rollcall, speaks="gateway, conductor, store-manager, a client of the store",
+                   hears="worker", about="who is there? every worker says hello")
 
 KV_STORED = Subject("kv.{worker}.stored", m.Stored, stream="KV", speaks="worker", hears="conductor, store-manager",
                     about="blocks became reusable")
@@ -123,6 +123,8 @@ DONE = Subject("request.done", m.RequestDone, stream="KV", speaks="gateway", hea
 POOL = Subject("worker.{worker}.pool", m.Replicate | m.Trim | m.Protect | m.Retire,
                m.Replicated | m.Trimmed | m.Protected | m.Retired | m.Failure, speaks="store-manager",
                hears="that worker", about="copy blocks, drop copies, keep them, empty yourself")
+DOOR = Subject("worker.{worker}.door", m.OpenDoor, m.DoorOpened | m.DoorRefused, speaks="a client of the store",
+               hears="that worker", about="let me put and get values at your door")
 QUOTAS = Subject("worker.{worker}.quotas", m.Quotas, speaks="store-manager", hears="that worker",
                  about="how much of its memory each tenant may take")
 
@@ -135,7 +137,7 @@ STATS = Subject("store.stats", m.StatsQuery, m.StatsReply | m.Failure, speaks="C
 
 ALL: tuple[Subject, ...] = (
     PLACE, WORKERS, PLACED, JOB, PUSH, HELLO, LOAD, BYE, REFUSE, ROLLCALL, KV_STORED, KV_EVICTED, KV_SYNC, TOKENS,
-    CANCEL, PROGRESS, DONE, POOL, QUOTAS, LINEAGE, BLOCKS, STATS,
+    CANCEL, PROGRESS, DONE, POOL, DOOR, QUOTAS, LINEAGE, BLOCKS, STATS,
 )
 """Every subject there is, in the order of the docs table."""
 

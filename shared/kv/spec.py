@@ -6,12 +6,15 @@ import hashlib
 
 import msgspec
 
+from shared.errors import Bug
 from shared.ids import SpecDigest
 
 LAYOUT_VERSION = 1
 """Version of the block layout below; part of the spec, so old and new bytes never mix."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OPAQUE_DTYPE = "bytes"
+"""Of a spec whose blocks are values of a store's clients, which nobody here looks into."""
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +32,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_digest: str
     """Hex sha256 over tokenizer and chat template: ids mean the same text."""
     dtype: str
-    """``float32``, ``bfloat16`` or ``float16``."""
+    """``float32``, ``bfloat16`` or ``float16``; or ``bytes``, see :meth:`opaque`."""
     layers: int
     kv_heads: int
     head_dim: int
@@ -40,9 +43,27 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""
     """Hex digest of an adapter's weights; empty for none."""
 
+    @classmethod
+    def opaque(cls, name: str, nbytes: int) -> CacheSpec:
+        """Identity of values of ``nbytes`` bytes that are no KV: one "layer" of as many, one value a block.
+
+        Workers and clients share values only under equal names and sizes, as KV under equal specs.
+        """
+        if nbytes <= 0:
+            raise Bug(f"values of {nbytes} bytes")
+        return cls(model=name, weights_digest="", tokenizer_digest="", dtype=OPAQUE_DTYPE, layers=1, kv_heads=1,
+                   head_dim=nbytes, block_tokens=1, max_context=1)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Made by :meth:`opaque`."""
+        return self.dtype == OPAQUE_DTYPE
+
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
+        if self.is_opaque:
+            return self.head_dim
         return 2 * self.kv_heads * self.block_tokens * self.head_dim * _DTYPE_BYTES[self.dtype]
 
     @property

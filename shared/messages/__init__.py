@@ -5,6 +5,7 @@
 
 from shared.messages.base import Message, Part
 from shared.messages.blocks import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
+from shared.messages.door import DoorOpened, DoorRefused, OpenDoor
 from shared.messages.pool import (
     Protect,
     Protected,
@@ -73,12 +74,13 @@ from shared.messages.workers import (
 )
 
 __all__ = [
-    "Accepted", "BlockRow", "BlocksQuery", "BlocksReply", "Bye", "Cancel", "Candidate", "DecodeJob", "Endpoint",
-    "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "Inquiry", "JobFailed", "JobState", "KvEvent",
-    "Landing", "LineageQuery", "LineageReply", "Load", "Message", "Part", "PlaceRequest", "Placed", "Placement",
-    "PrefillJob", "Profile", "Progress", "Protect", "Protected", "PushBlocks", "Pushed", "Quotas", "Range", "Refuse",
-    "Refused", "Rejection", "RejectionCode", "ReplicaRow", "Replicate", "Replicated", "RequestDone", "Reserved",
-    "Retire", "Retired", "Role", "Rollcall", "Sampling", "Since", "SnapshotPage", "Source", "Stages", "StatsQuery",
-    "StatsReply", "Stored", "StoredBlock", "SyncEvents", "SyncReply", "TenantQuota", "TokenBatch", "TokenChunk",
-    "Trim", "Trimmed", "WorkerState", "WorkerStats", "WorkersQuery", "WorkersReply",
+    "Accepted", "BlockRow", "BlocksQuery", "BlocksReply", "Bye", "Cancel", "Candidate", "DecodeJob", "DoorOpened",
+    "DoorRefused", "Endpoint", "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "Inquiry", "JobFailed",
+    "JobState", "KvEvent", "Landing", "LineageQuery", "LineageReply", "Load", "Message", "OpenDoor", "Part",
+    "PlaceRequest", "Placed", "Placement", "PrefillJob", "Profile", "Progress", "Protect", "Protected",
+    "PushBlocks", "Pushed", "Quotas", "Range", "Refuse", "Refused", "Rejection", "RejectionCode", "ReplicaRow",
+    "Replicate", "Replicated", "RequestDone", "Reserved", "Retire", "Retired", "Role", "Rollcall", "Sampling",
+    "Since", "SnapshotPage", "Source", "Stages", "StatsQuery", "StatsReply", "Stored", "StoredBlock", "SyncEvents",
+    "SyncReply", "TenantQuota", "TokenBatch", "TokenChunk", "Trim", "Trimmed", "WorkerState", "WorkerStats",
+    "WorkersQuery", "WorkersReply",
 ]
