@@ -10,6 +10,8 @@
 * Bytes that are not the subject's payload are counted, logged with the subject and dropped; nothing dies of them.
 * The current trace context travels in the headers and is current again around the handler.
 * What subjects with a ``stream`` publish is also kept by JetStream; ``pull`` reads it at least once.
+* A *record* is a small value under a name that survives restarts of everybody; ``record_write`` takes effect only when
+  nobody else wrote since the caller read, so several writers can share one.
 """
 
 from __future__ import annotations
@@ -48,6 +50,14 @@ class Durable(Protocol):
     async def ack(self) -> None:
         """It need not come again."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as it was read: ``revision`` grows with each write, and is never that of another state."""
+
+    value: bytes
+    revision: int
 
 
 class Subscription(Protocol):
@@ -89,6 +99,17 @@ class Bus(Protocol):
 
     async def pending(self, consumer: Consumer) -> int:
         """Messages of the stream the consumer has not acknowledged."""
+        ...
+
+    async def record_read(self, name: str, *, timeout_s: float) -> Record | None:
+        """The record under ``name`` (letters, digits, - and _); ``None`` when nobody wrote it yet."""
+        ...
+
+    async def record_write(self, name: str, value: bytes, *, revision: int, timeout_s: float) -> int | None:
+        """Replaces the record that was read at ``revision`` (0: that was not there); its new revision.
+
+        ``None`` when somebody else wrote first: nothing changed. Raises ``BusError`` when it cannot be known.
+        """
         ...
 
     @property

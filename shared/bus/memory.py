@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from shared.bus.bus import BusStatistics, Delivery, Durable, Subscription
+from shared.bus.bus import BusStatistics, Delivery, Durable, Record, Subscription
 from shared.bus.listen import Counters, Incoming, Listener, decode, decode_reply
 from shared.bus.streams import Consumer, Stream
 from shared.bus.subjects import Address, find
@@ -72,6 +72,8 @@ class MemoryBus:
         self._turns = itertools.count()
         self._logs: dict[str, _Log] = {}
         self._readings: dict[str, _Reading] = {}
+        self._records: dict[str, Record] = {}
+        self._revisions = itertools.count(1)
         self._stored = asyncio.Condition()
         self._open = False
 
@@ -194,6 +196,21 @@ class MemoryBus:
     async def pending(self, consumer: Consumer) -> int:
         reading, log = self._reading(consumer)
         return sum(1 for kept in log.messages if kept.seq > reading.delivered_seq or kept.seq in reading.unacked)
+
+    async def record_read(self, name: str, *, timeout_s: float) -> Record | None:
+        self._require_open(name)
+        return self._records.get(name)
+
+    async def record_write(self, name: str, value: bytes, *, revision: int, timeout_s: float) -> int | None:
+        self._require_open(name)
+        if revision != getattr(self._records.get(name), "revision", 0):
+            return None
+        self._records[name] = Record(value, next(self._revisions))
+        return self._records[name].revision
+
+    def _require_open(self, name: str) -> None:
+        if not self._open:
+            raise BusError(f"cannot use record {name}: the bus is not open")
 
     def _reading(self, consumer: Consumer) -> tuple[_Reading, _Log]:
         reading = self._readings.get(_reading_key(consumer))

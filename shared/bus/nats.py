@@ -20,11 +20,12 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js import api as js_api
 from nats.js import errors as js_errors
+from nats.js.kv import KeyValue
 
 from shared.bus import backoff
-from shared.bus.bus import BusStatistics, Delivery, Durable, Subscription
+from shared.bus.bus import BusStatistics, Delivery, Durable, Record, Subscription
 from shared.bus.listen import Counters, Incoming, Listener, decode, decode_reply
-from shared.bus.streams import Consumer, Stream
+from shared.bus.streams import RECORDS, Consumer, Stream
 from shared.bus.subjects import ALL, Address, find
 from shared.errors import BusError, DecodeError, NoResponders, PayloadTooLarge, RequestTimeout, Unavailable
 from shared.messages import codec
@@ -53,6 +54,7 @@ class NatsBus:
         self._declared: list[tuple[tuple[Stream, ...], tuple[Consumer, ...]]] = []
         self._pulls: dict[str, JetStreamContext.PullSubscription] = {}
         self._pull_locks: dict[str, asyncio.Lock] = {}
+        self._records: KeyValue | None = None
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._reconnected = asyncio.Event()
         self._attempt = 0
@@ -239,6 +241,35 @@ class NatsBus:
         except nats_errors.Error as error:
             raise BusError(f"cannot ask about consumer {consumer.stream}/{consumer.name}: {error}") from error
         return (info.num_pending or 0) + (info.num_ack_pending or 0)
+
+    # Records.
+
+    async def record_read(self, name: str, *, timeout_s: float) -> Record | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                entry = await (await self._bucket()).get(name)
+        except js_errors.KeyNotFoundError:
+            return None
+        except (nats_errors.Error, TimeoutError) as error:
+            self._records = None  # perhaps it is another server, which has not heard of it
+            raise BusError(f"cannot read record {name}: {str(error) or 'no answer'}") from error
+        return Record(entry.value or b"", entry.revision or 0)
+
+    async def record_write(self, name: str, value: bytes, *, revision: int, timeout_s: float) -> int | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await (await self._bucket()).update(name, value, last=revision)
+        except js_errors.KeyWrongLastSequenceError:
+            return None
+        except (nats_errors.Error, TimeoutError) as error:
+            self._records = None
+            raise BusError(f"cannot write record {name}: {str(error) or 'no answer'}") from error
+
+    async def _bucket(self) -> KeyValue:
+        if self._records is None:
+            self._records = await self._client.jetstream(timeout=ANSWER_S).create_key_value(
+                bucket=RECORDS.bucket, history=1, max_bytes=RECORDS.max_bytes, storage=js_api.StorageType.FILE)
+        return self._records
 
     # Life.
 

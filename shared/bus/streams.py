@@ -30,6 +30,14 @@ class Consumer:
     max_ack_pending: int
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Where records lie (:meth:`shared.bus.bus.Bus.record_read`): each name's latest value, on disk."""
+
+    bucket: str
+    max_bytes: int
+
+
 KV_STREAM = Stream(
     name="KV",
     subjects=tuple(subject.any().text for subject in ALL if subject.stream == "KV"),
@@ -37,6 +45,8 @@ KV_STREAM = Stream(
     max_age_s=7 * 86400.0,
 )
 CATALOG_CONSUMER = Consumer(name="catalog", stream="KV", ack_wait_s=30.0, max_ack_pending=20_000)
+
+RECORDS = Bucket(bucket="moonbus", max_bytes=64 * 2**20)
 
 STREAMS = (KV_STREAM,)
 CONSUMERS = (CATALOG_CONSUMER,)

@@ -486,6 +486,22 @@ async def pull_all(bus: Bus, count: int) -> list[Any]:
     return durables
 
 
+async def test_a_record_is_replaced_only_by_who_read_it_last(connect: Connect) -> None:
+    one, other = await connect(), await connect()
+    assert await one.record_read("r", timeout_s=5.0) is None
+    first = await one.record_write("r", b"one", revision=0, timeout_s=5.0)
+    assert first is not None
+    assert await other.record_write("r", b"other", revision=0, timeout_s=5.0) is None, "it was not there, they thought"
+    read = await other.record_read("r", timeout_s=5.0)
+    assert read is not None and (read.value, read.revision) == (b"one", first)
+    second = await other.record_write("r", b"other", revision=first, timeout_s=5.0)
+    assert second is not None and second > first
+    assert await one.record_write("r", b"late", revision=first, timeout_s=5.0) is None
+    read = await one.record_read("r", timeout_s=5.0)
+    assert read is not None and (read.value, read.revision) == (b"other", second)
+    assert await one.record_write("s", b"", revision=0, timeout_s=5.0) is not None, "each name on its own"
+
+
 async def test_a_consumer_of_no_stream_is_an_error(bus: Bus) -> None:
     with pytest.raises((BusError, Unavailable)):
         await bus.ensure((), (Consumer("reader", "NONE", 1.0, 10),))
