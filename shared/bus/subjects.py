@@ -110,6 +110,8 @@ KV_EVICTED = Subject("kv.{worker}.evicted", m.Evicted, stream="KV", speaks="work
 KV_SYNC = Subject("kv.{worker}.sync", m.Since, m.SyncEvents | m.SnapshotPage,
                   speaks="gateway, conductor, store-manager", hears="that worker",
                   about="what did I miss? A gateway only wants to know whether anybody answers")
+KV_DIGEST = Subject("kv.{worker}.digest", m.DigestQuery, m.DigestReply | m.SnapshotPage, speaks="store-manager",
+                    hears="that worker", about="do I know what you hold? If not, the blocks of these buckets")
 
 TOKENS = Subject("gateway.{gateway}.tokens", m.TokenBatch, speaks="decode, prefill", hears="that gateway",
                  about="tokens and failures")
@@ -134,10 +136,17 @@ BLOCKS = Subject("store.blocks", m.BlocksQuery, m.BlocksReply | m.Failure, speak
                  hears="store-manager (queue group)", about="blocks of the catalog")
 STATS = Subject("store.stats", m.StatsQuery, m.StatsReply | m.Failure, speaks="CLI",
                 hears="store-manager (queue group)", about="totals of the catalog")
+DRAIN = Subject("store.drain", m.DrainAsk, m.DrainReply | m.Failure, speaks="CLI",
+                hears="store-manager (queue group)", about="empty a worker, or how far that is")
+QUOTA = Subject("store.quota", m.QuotaAsk, m.QuotaReply | m.Failure, speaks="CLI",
+                hears="store-manager (queue group)", about="tenants' quotas: list, set, take away")
+COPIES = Subject("store.copies", m.CopiesQuery, m.CopiesReply | m.Failure, speaks="CLI",
+                 hears="store-manager (queue group)", about="hot prefixes, what workers hold, what was decided")
 
 ALL: tuple[Subject, ...] = (
-    PLACE, WORKERS, PLACED, JOB, PUSH, HELLO, LOAD, BYE, REFUSE, ROLLCALL, KV_STORED, KV_EVICTED, KV_SYNC, TOKENS,
-    CANCEL, PROGRESS, DONE, POOL, DOOR, QUOTAS, LINEAGE, BLOCKS, STATS,
+    PLACE, WORKERS, PLACED, JOB, PUSH, HELLO, LOAD, BYE, REFUSE, ROLLCALL, KV_STORED, KV_EVICTED, KV_SYNC,
+    KV_DIGEST, TOKENS, CANCEL, PROGRESS, DONE, POOL, DOOR, QUOTAS, LINEAGE, BLOCKS, STATS,
+    DRAIN, QUOTA, COPIES,
 )
 """Every subject there is, in the order of the docs table."""
 

@@ -4,7 +4,19 @@
 """
 
 from shared.messages.base import Message, Part
-from shared.messages.blocks import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
+from shared.messages.blocks import (
+    DigestQuery,
+    DigestReply,
+    Evicted,
+    KvEvent,
+    Since,
+    SnapshotPage,
+    Stored,
+    StoredBlock,
+    SyncEvents,
+    SyncReply,
+    TierDigest,
+)
 from shared.messages.door import DoorOpened, DoorRefused, OpenDoor
 from shared.messages.pool import (
     Protect,
@@ -51,12 +63,23 @@ from shared.messages.store import (
     BlockRow,
     BlocksQuery,
     BlocksReply,
+    CopiesQuery,
+    CopiesReply,
+    DecisionRow,
+    DrainAsk,
+    DrainReply,
     Failure,
+    Holder,
+    HotRow,
     LineageQuery,
     LineageReply,
+    QuotaAsk,
+    QuotaReply,
+    QuotaRow,
     ReplicaRow,
     StatsQuery,
     StatsReply,
+    WorkerRow,
     WorkerStats,
 )
 from shared.messages.transfers import Endpoint, Grant, Range
@@ -74,13 +97,14 @@ from shared.messages.workers import (
 )
 
 __all__ = [
-    "Accepted", "BlockRow", "BlocksQuery", "BlocksReply", "Bye", "Cancel", "Candidate", "DecodeJob", "DoorOpened",
-    "DoorRefused", "Endpoint", "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "Inquiry", "JobFailed",
-    "JobState", "KvEvent", "Landing", "LineageQuery", "LineageReply", "Load", "Message", "OpenDoor", "Part",
-    "PlaceRequest", "Placed", "Placement", "PrefillJob", "Profile", "Progress", "Protect", "Protected",
-    "PushBlocks", "Pushed", "Quotas", "Range", "Refuse", "Refused", "Rejection", "RejectionCode", "ReplicaRow",
-    "Replicate", "Replicated", "RequestDone", "Reserved", "Retire", "Retired", "Role", "Rollcall", "Sampling",
-    "Since", "SnapshotPage", "Source", "Stages", "StatsQuery", "StatsReply", "Stored", "StoredBlock", "SyncEvents",
-    "SyncReply", "TenantQuota", "TokenBatch", "TokenChunk", "Trim", "Trimmed", "WorkerState", "WorkerStats",
-    "WorkersQuery", "WorkersReply",
+    "Accepted", "BlockRow", "BlocksQuery", "BlocksReply", "Bye", "Cancel", "Candidate", "CopiesQuery", "CopiesReply",
+    "DecisionRow", "DecodeJob", "DigestQuery", "DigestReply", "DoorOpened", "DoorRefused", "DrainAsk", "DrainReply",
+    "Endpoint", "Evicted", "Failure", "Finish", "Grant", "Handover", "Hello", "Holder", "HotRow", "Inquiry",
+    "JobFailed", "JobState", "KvEvent", "Landing", "LineageQuery", "LineageReply", "Load", "Message", "OpenDoor",
+    "Part", "PlaceRequest", "Placed", "Placement", "PrefillJob", "Profile", "Progress", "Protect", "Protected",
+    "PushBlocks", "Pushed", "QuotaAsk", "QuotaReply", "QuotaRow", "Quotas", "Range", "Refuse", "Refused", "Rejection",
+    "RejectionCode", "ReplicaRow", "Replicate", "Replicated", "RequestDone", "Reserved", "Retire", "Retired", "Role",
+    "Rollcall", "Sampling", "Since", "SnapshotPage", "Source", "Stages", "StatsQuery", "StatsReply", "Stored",
+    "StoredBlock", "SyncEvents", "SyncReply", "TenantQuota", "TierDigest", "TokenBatch", "TokenChunk", "Trim",
+    "Trimmed", "WorkerRow", "WorkerState", "WorkerStats", "WorkersQuery", "WorkersReply",
 ]

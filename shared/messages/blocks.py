@@ -96,3 +96,34 @@ class SnapshotPage(Message, frozen=True):
 
 
 SyncReply = SyncEvents | SnapshotPage
+
+
+class DigestQuery(Message, frozen=True):
+    """Asks an owner for the digest of what it holds (``shared.store.digest``), or for what some of its buckets hold.
+
+    ``snapshot`` continues a paged answer.
+    """
+
+    incarnation: Incarnation
+    buckets: list[int] = []
+    snapshot: str = ""
+    page: int = 0
+
+
+class TierDigest(Part, frozen=True):
+    """The digest of one tier."""
+
+    tier: Tier
+    count: int
+    buckets: bytes
+    """Packed buckets."""
+
+
+class DigestReply(Message, frozen=True):
+    """What the owner holds as of ``seq``, without saying which blocks; tiers with none are left out."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    seq: int
+    spec: SpecDigest
+    tiers: list[TierDigest]

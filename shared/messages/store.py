@@ -104,3 +104,129 @@ class StatsReply(Message, frozen=True):
     feed_pending: int
     """Messages of the durable feed not yet written."""
     workers: list[WorkerStats]
+
+
+class DrainAsk(Message, frozen=True):
+    """Empty ``worker``: copy out what nobody else holds, then let it go; or look how far that is, or stop it.
+
+    Any store-manager takes it; whoever leads does it. Asked twice, it is the same drain.
+    """
+
+    worker: str
+    what: Literal["start", "look", "cancel"] = "start"
+    timeout_s: float = 300.0
+    """From the order on; a drain that is not over by then fails, and its worker keeps what it has."""
+
+
+class DrainReply(Message, frozen=True):
+    """How far the worker's latest drain is."""
+
+    worker: str
+    state: Literal["waiting", "copying", "retiring", "done", "failed", "cancelled"]
+    blocks: int = 0
+    """Blocks that had no other copy."""
+    copied: int = 0
+    """Of those, how many have one now."""
+    left: int = 0
+    """Of those, how many stay behind."""
+    nbytes: int = 0
+    """Bytes copied."""
+    why: str = ""
+    """What a person should know of the end."""
+    leader: str = ""
+
+
+class QuotaAsk(Message, frozen=True):
+    """Give ``tenant`` a quota of ``nbytes`` bytes in the whole cluster, or take it away; or list the quotas."""
+
+    tenant: str = ""
+    nbytes: int = 0
+    remove: bool = False
+
+
+class QuotaRow(Part, frozen=True):
+    """One tenant's bytes."""
+
+    tenant: str
+    quota: int
+    used: int
+    """Bytes of its blocks on all workers and tiers."""
+
+
+class QuotaReply(Message, frozen=True):
+    """Every tenant with a quota."""
+
+    quotas: list[QuotaRow]
+
+
+class CopiesQuery(Message, frozen=True):
+    """Where are the hot prefixes, what do workers hold, and what was decided lately?"""
+
+    limit: int = 20
+
+
+class Holder(Part, frozen=True):
+    """One worker that holds a block."""
+
+    worker: str
+    host: str
+    tiers: list[str]
+
+
+class HotRow(Part, frozen=True):
+    """A hot prefix, named by its last hot block."""
+
+    key: BlockKey
+    blocks: int
+    """Length of the prefix."""
+    tenant: str
+    tokens: int
+    heat: float
+    """Uses, each counting half after a half-life."""
+    wanted: int
+    """Copies there should be."""
+    holders: list[Holder]
+
+
+class WorkerRow(Part, frozen=True):
+    """One worker's part in the pool."""
+
+    worker: str
+    role: str
+    host: str
+    state: str
+    blocks: int
+    nbytes: int
+    made: int
+    """Copies there that the store-manager asked for."""
+    weight: float
+    """Share of copying that it takes: below 1 while it is fresh."""
+    suspended_s: float = 0.0
+    """For how long it gets nothing, after failures."""
+
+
+class DecisionRow(Part, frozen=True):
+    """Something the store-manager decided, and why."""
+
+    age_s: float
+    what: str
+    worker: str
+    blocks: int
+    nbytes: int
+    why: str
+
+
+class CopiesReply(Message, frozen=True):
+    """Answer to :class:`CopiesQuery`."""
+
+    hot: list[HotRow]
+    workers: list[WorkerRow]
+    decisions: list[DecisionRow]
+    """Latest first; only the leader has any."""
+    blocks: int
+    copies: int
+    unseen: int
+    """Blocks that the full map did not take."""
+    answered_by: str
+    leader: str
+    term: int

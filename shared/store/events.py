@@ -2,7 +2,8 @@
 
 Pure. The log hands out numbers when something happens, not when it is sent: if the bus loses a batch, its number is
 missing for everybody, and whoever notices asks. The last ``kept`` batches are at hand; older questions get the whole
-state, cut into pages that are all of one moment.
+state, cut into pages that are all of one moment. Who only wants to know whether it knows everything asks for the
+digest, and then for the buckets that differ (:mod:`shared.store.digest`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from dataclasses import dataclass
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId, fresh
 from shared.kv import KEY_BYTES, Tier, pack_keys
-from shared.messages import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
+from shared.messages import (
+    DigestQuery,
+    DigestReply,
+    Evicted,
+    KvEvent,
+    Since,
+    SnapshotPage,
+    Stored,
+    StoredBlock,
+    SyncEvents,
+    SyncReply,
+)
+from shared.store.digest import BUCKETS, Inventory
 
 PAGE_BLOCKS = 8_192
 """Blocks of one answer: about 1.5 MB on the wire, well under the bus's limit."""
@@ -29,19 +42,27 @@ class _Snapshot:
 
 
 class EventLog:
-    """One per (worker, incarnation). ``state`` returns what is stored now; times are monotonic seconds."""
+    """One per (worker, incarnation). ``state`` returns what is stored now; times are monotonic seconds.
+
+    Without ``digests`` the inventory they are made of is not kept up to date but begun when one is asked for: for
+    logs that nobody compares, like the simulator's.
+    """
 
     def __init__(self, worker: WorkerId, incarnation: Incarnation, spec: SpecDigest,
-                 state: Callable[[], Iterable[StoredBlock]], *, kept: int = 4_096) -> None:
+                 state: Callable[[], Iterable[StoredBlock]], *, kept: int = 4_096, digests: bool = True) -> None:
         self._worker, self._incarnation, self._spec, self._state = worker, incarnation, spec, state
         self._kept: deque[KvEvent] = deque(maxlen=kept)
         self._snapshots: dict[str, _Snapshot] = {}
+        self._inventory = Inventory() if digests else None
+        """What the batches numbered so far add up to."""
         self.seq = 0
         """Number of the last batch."""
 
     def stored(self, blocks: Sequence[StoredBlock], *, at_s: float) -> Stored:
         """Numbers a batch of newly stored blocks; ``at_s`` is Unix seconds."""
         self.seq += 1
+        if self._inventory is not None:
+            self._inventory.store(blocks)
         event = Stored(worker=self._worker, incarnation=self._incarnation, seq=self.seq, spec=self._spec, at_s=at_s,
                        blocks=list(blocks))
         self._kept.append(event)
@@ -50,6 +71,8 @@ class EventLog:
     def evicted(self, keys: Sequence[BlockKey], *, at_s: float, reason: str, tier: Tier = Tier.DRAM) -> Evicted:
         """Numbers a batch of evicted keys."""
         self.seq += 1
+        if self._inventory is not None:
+            self._inventory.evict(keys, tier)
         event = Evicted(worker=self._worker, incarnation=self._incarnation, seq=self.seq, at_s=at_s,
                         keys=pack_keys(keys), tier=tier, reason=reason)
         self._kept.append(event)
@@ -61,19 +84,33 @@ class EventLog:
             missing = [event for event in self._kept if event.seq > asked.seq]
             if sum(map(_weight, missing)) <= PAGE_BLOCKS:
                 return SyncEvents(worker=self._worker, incarnation=self._incarnation, events=missing)
-        return self._page(asked, now=now)
+        return self._page(asked.snapshot, asked.page, self._state, now=now)
+
+    def digest(self, asked: DigestQuery, *, now: float) -> DigestReply | SnapshotPage:
+        """The digest of what is stored, or a page of what the asked buckets hold.
+
+        The asker must see by the incarnation in the answer whether it is of the life it means.
+        """
+        inventory = self._inventory
+        if inventory is None:
+            inventory = self._inventory = Inventory()
+            inventory.store(self._state())
+        if not asked.buckets and not asked.snapshot:
+            return DigestReply(worker=self._worker, incarnation=self._incarnation, seq=self.seq, spec=self._spec,
+                               tiers=inventory.digest.pack())
+        buckets = {bucket for bucket in asked.buckets if 0 <= bucket < BUCKETS}
+        return self._page(asked.snapshot, asked.page, lambda: inventory.blocks(buckets), now=now)
 
     def _covers(self, seq: int) -> bool:
         return seq == self.seq or (bool(self._kept) and self._kept[0].seq <= seq + 1 <= self.seq)
 
-    def _page(self, asked: Since, *, now: float) -> SnapshotPage:
-        for name in [n for n, taken in self._snapshots.items() if now - taken.taken_s > _SNAPSHOT_KEPT_S]:
-            del self._snapshots[name]
-        name, page = asked.snapshot, asked.page
+    def _page(self, name: str, page: int, state: Callable[[], Iterable[StoredBlock]], *, now: float) -> SnapshotPage:
+        for old in [n for n, taken in self._snapshots.items() if now - taken.taken_s > _SNAPSHOT_KEPT_S]:
+            del self._snapshots[old]
         snapshot = self._snapshots.get(name)
         if snapshot is None:  # a new reader, or one that was away for too long: start over
             name, page = fresh("snapshot"), 0
-            snapshot = _Snapshot(now, self.seq, sorted(self._state(), key=lambda block: block.depth))
+            snapshot = _Snapshot(now, self.seq, sorted(state(), key=lambda block: block.depth))
             self._snapshots[name] = snapshot
         pages = max(1, -(-len(snapshot.blocks) // PAGE_BLOCKS))
         page = min(page, pages - 1)
