@@ -42,6 +42,7 @@ import msgspec
 
 from services.conductor.core.cluster import Cluster, Worker
 from services.conductor.core.placement import Placer, Usable
+from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import PrefixIndex
 from services.conductor.core.promises import Promises
@@ -137,7 +138,9 @@ class Statistics:
 class Conductor:
     """See the module. One instance decides alone; several share their decisions as ``Placed``."""
 
-    def __init__(self, conductor: ConductorId, addresses: Addresses, policy: Policy, *, seed: int) -> None:
+    def __init__(self, conductor: ConductorId, addresses: Addresses, policy: Policy, *, seed: int,
+                 placer: PlacementPolicy | None = None) -> None:
+        """``placer`` decides instead of our own policy; ``seed`` is that of our own."""
         self.id = conductor
         self._addresses, self._policy = addresses, policy
         self._membership = Membership(policy.suspect_after_s, policy.dead_after_s)
@@ -145,7 +148,7 @@ class Conductor:
         self._index = PrefixIndex(max_blocks=policy.max_blocks)
         self._promises = Promises(self._index, max_keys=policy.max_promised)
         self._cluster = Cluster(policy)
-        self._placer = Placer(conductor, policy, seed=seed)
+        self._placer: PlacementPolicy = placer or Placer(conductor, policy, seed=seed)
         self._started_s: float | None = None
         #: when to look whether all have told their blocks; ``None`` before the start and once converged
         self._converge_s: float | None = None

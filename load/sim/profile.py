@@ -1,0 +1,126 @@
+"""What a node costs and holds, as data: ``profiles/*.json``, or a file of one's own (see ``moonbus sim fit``)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import UserError
+from shared.kv import CacheSpec
+from shared.messages import Profile
+
+_KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """One kind of node serving one model. Seconds, bytes and tokens; ``GB`` are 10^9 bytes."""
+
+    name: str
+    source: str
+    """Where the figures come from."""
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    prefill_fixed_s: float
+    prefill_per_token_s: float
+    prefill_per_token2_s: float
+    """Prefill of ``n`` tokens over ``p`` reused ones: ``fixed + a (n - p) + b (n² - p²)`` seconds of the GPUs."""
+    reuse_fixed_s: float
+    reuse_per_token_s: float
+    """Bringing ``p`` reused tokens from DRAM to the GPUs: ``fixed + c p``, when there are any."""
+    decode_fixed_s: float
+    decode_per_request_s: float
+    decode_per_context_token_s: float
+    """A decode step of ``b`` requests with ``c`` tokens of context in all: ``fixed + r b + t c`` seconds."""
+    nic_gbps: float
+    nic_efficiency: float
+    """Share of the nominal rate that transfers reach."""
+    transfer_fixed_s: float
+    """Added to each transfer."""
+    push_tail_s: float
+    """Between the end of a prefill's computing and its KV being complete at the decode node, on an idle link."""
+    ssd_bytes_per_s: float
+    vram_bytes: float
+    weights_bytes: float
+    vram_reserved_share: float
+    """Share of the memory that is neither weights nor KV."""
+    dram_tokens: int
+    """Tokens of KV the DRAM cache holds."""
+    prefill_chunk_tokens: int
+    """A prefill can be put aside at multiples of it."""
+    max_running: int
+    """Requests in a decode batch."""
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of KV of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _KV_BYTES[self.dtype]
+
+    @cached_property
+    def vram_tokens(self) -> int:
+        """Tokens of KV the GPUs hold beside the weights; below 1 when the model does not fit."""
+        room = self.vram_bytes * (1 - self.vram_reserved_share) - self.weights_bytes
+        return int(room // self.kv_bytes)
+
+    def compute_s(self, start: float, end: float) -> float:
+        """Computing tokens ``[start, end)`` of one prompt, without what is fixed for each prompt."""
+        return (end - start) * (self.prefill_per_token_s + self.prefill_per_token2_s * (end + start))
+
+    def reuse_s(self, tokens: float) -> float:
+        """Bringing ``tokens`` reused tokens to the GPUs."""
+        return self.reuse_fixed_s + self.reuse_per_token_s * tokens if tokens else 0.0
+
+    def prefill_s(self, num_tokens: int, hit_tokens: int = 0) -> float:
+        """The whole prefill of a prompt."""
+        return self.prefill_fixed_s + self.reuse_s(hit_tokens) + self.compute_s(hit_tokens, num_tokens)
+
+    def tokens_by(self, start: float, seconds: float) -> float:
+        """How far computing from token ``start`` on is after ``seconds``."""
+        a, b = self.prefill_per_token_s, self.prefill_per_token2_s
+        if b <= 0:
+            return start + seconds / a
+        target = a * start + b * start * start + seconds
+        return float((-a + (a * a + 4 * b * target) ** 0.5) / (2 * b))
+
+    def nic_bytes_per_s(self, nic_gbps: float | None = None) -> float:
+        """Bytes a second that a node sends, and takes in."""
+        return (self.nic_gbps if nic_gbps is None else nic_gbps) * 1e9 / 8 * self.nic_efficiency
+
+    def spec(self, block_tokens: int) -> CacheSpec:
+        """The cache spec its workers register."""
+        return CacheSpec(
+            model=self.name, weights_digest="simulated", tokenizer_digest="simulated", dtype=self.dtype,
+            layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, block_tokens=block_tokens,
+            max_context=1 << 20)
+
+    def announced(self, nic_gbps: float | None = None) -> Profile:
+        """What its workers say of themselves."""
+        return Profile(
+            prefill_fixed_s=self.prefill_fixed_s, prefill_per_token_s=self.prefill_per_token_s,
+            prefill_per_token2_s=self.prefill_per_token2_s, decode_fixed_s=self.decode_fixed_s,
+            decode_per_request_s=self.decode_per_request_s,
+            decode_per_context_token_s=self.decode_per_context_token_s,
+            transfer_bytes_per_s=self.nic_bytes_per_s(nic_gbps), transfer_fixed_s=self.transfer_fixed_s)
+
+
+def names() -> list[str]:
+    """Profiles that come with moonbus."""
+    folder = resources.files("load.sim") / "profiles"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def read_profile(name: str) -> NodeProfile:
+    """The profile called ``name``, or the one in the file of that name; raises :class:`UserError`."""
+    try:
+        raw = (Path(name).read_bytes() if name.endswith(".json")
+               else (resources.files("load.sim") / "profiles" / f"{name}.json").read_bytes())
+    except OSError as error:
+        raise UserError(f"there is no profile {name}; there are {', '.join(names())}, or give a .json file") from error
+    try:
+        return msgspec.json.decode(raw, type=NodeProfile)
+    except msgspec.DecodeError as error:
+        raise UserError(f"profile {name}: {error}") from error
