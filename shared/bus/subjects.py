@@ -143,10 +143,26 @@ QUOTA = Subject("store.quota", m.QuotaAsk, m.QuotaReply | m.Failure, speaks="CLI
 COPIES = Subject("store.copies", m.CopiesQuery, m.CopiesReply | m.Failure, speaks="CLI",
                  hears="store-manager (queue group)", about="hot prefixes, what workers hold, what was decided")
 
+HOT = Subject("store.hot", m.HotQuery, m.HotReply | m.Failure, speaks="CLI",
+              hears="store-manager (queue group)", about="the prefixes reused most")
+DESCENDANTS = Subject("store.descendants", m.DescendantsQuery, m.DescendantsReply | m.Failure, speaks="CLI",
+                      hears="store-manager (queue group)", about="what continues a block")
+EVICTIONS = Subject("store.evictions", m.EvictionsQuery, m.EvictionsReply | m.Failure, speaks="CLI",
+                    hears="store-manager (queue group)", about="who evicted what, and why")
+REUSE = Subject("store.reuse", m.ReuseQuery, m.ReuseReply | m.Failure, speaks="CLI",
+                hears="store-manager (queue group)", about="prompt tokens not computed, by tenant, model or day")
+REQUESTS = Subject("store.requests", m.RequestsQuery, m.RequestsReply | m.Failure, speaks="CLI",
+                   hears="store-manager (queue group)", about="requests of the past")
+REQUEST = Subject("store.request", m.RequestQuery, m.RequestReply | m.Failure, speaks="CLI",
+                  hears="store-manager (queue group)", about="one request of the past")
+STORAGE = Subject("store.storage", m.StorageQuery, m.StorageReply | m.Failure, speaks="CLI",
+                  hears="store-manager (queue group)", about="what workers held over time")
+
 ALL: tuple[Subject, ...] = (
     PLACE, WORKERS, PLACED, JOB, PUSH, HELLO, LOAD, BYE, REFUSE, ROLLCALL, KV_STORED, KV_EVICTED, KV_SYNC,
     KV_DIGEST, TOKENS, CANCEL, PROGRESS, DONE, POOL, DOOR, QUOTAS, LINEAGE, BLOCKS, STATS,
     DRAIN, QUOTA, COPIES,
+    HOT, DESCENDANTS, EVICTIONS, REUSE, REQUESTS, REQUEST, STORAGE,
 )
 """Every subject there is, in the order of the docs table."""
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from shared.ids import BlockKey
 from shared.messages.base import Message, Part
+from shared.messages.requests import Stages
 
 
 class Failure(Message, frozen=True):
@@ -230,3 +231,220 @@ class CopiesReply(Message, frozen=True):
     answered_by: str
     leader: str
     term: int
+
+
+class PrefixRow(Part, frozen=True):
+    """A stretch of a chain without a branch, all of whose blocks were reused equally often: a node of the prefix
+    tree."""
+
+    key: BlockKey
+    """Of the last block."""
+    parent: BlockKey
+    """The block before the first: the last one of the stretch before, or the root."""
+    depth: int
+    """Of the first block."""
+    blocks: int
+    tokens: int
+    nbytes: int
+    model: str
+    tenant: str
+    hits: int
+    """Requests that reused it."""
+    last_used_at_s: float | None
+    created_by: str
+    created_at_s: float
+    """Of the last block."""
+    request: str
+    workers: list[str]
+    """Who holds the last block now, each with its tier where that is not DRAM: ``decode-1``, ``prefill-2 (ssd)``."""
+
+
+class HotQuery(Message, frozen=True):
+    """The prefixes reused most; of about ``limit`` blocks."""
+
+    limit: int = 1_000
+    tenant: str = ""
+    model: str = ""
+
+
+class HotReply(Message, frozen=True):
+    """Stretches of chains, parents first: every one but a root's child continues another one of them."""
+
+    prefixes: list[PrefixRow]
+
+
+class DescendantsQuery(Message, frozen=True):
+    """What continues a block; a unique prefix of the key (hex) is enough."""
+
+    key_hex: str
+    limit: int = 1_000
+    """Most blocks to look at, nearest first."""
+
+
+class DescendantsReply(Message, frozen=True):
+    """The asked block's stretch first, then what continues it, parents first."""
+
+    prefixes: list[PrefixRow]
+    descendants: int
+    """Blocks that continue the asked one, also those beyond the limit."""
+
+
+class EvictionsQuery(Message, frozen=True):
+    """Copies that ended during the last ``window_s`` seconds; an empty text asks for any."""
+
+    window_s: float = 86_400.0
+    limit: int = 20
+    worker: str = ""
+    tenant: str = ""
+    why: str = ""
+    key_hex: str = ""
+    """Only this block's."""
+
+
+class EvictionRow(Part, frozen=True):
+    """One copy that ended."""
+
+    at_s: float
+    key: BlockKey
+    depth: int
+    """-1 when the block is not known any more."""
+    tenant: str
+    worker: str
+    incarnation: str
+    tier: str
+    why: str
+    nbytes: int
+    held_s: float | None
+    """From its storing to its end; ``None`` when its storing is not known."""
+    origin: str
+    request: str
+
+
+class EvictionGroup(Part, frozen=True):
+    """How much one worker evicted from a tier for one reason."""
+
+    worker: str
+    tier: str
+    why: str
+    blocks: int
+    nbytes: int
+    held_s: float | None
+    """Mean."""
+
+
+class EvictionsReply(Message, frozen=True):
+    """The latest ended copies first; ``groups`` sum up all of the window."""
+
+    evictions: list[EvictionRow]
+    groups: list[EvictionGroup]
+
+
+class ReuseQuery(Message, frozen=True):
+    """Prompt tokens that needed no computing, of requests received during the last ``window_s`` seconds."""
+
+    by: Literal["tenant", "model", "day"] = "tenant"
+    window_s: float = 7 * 86_400.0
+
+
+class ReuseRow(Part, frozen=True):
+    """The requests of one tenant, model or day (UTC)."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    predicted_hit_tokens: int
+    completion_tokens: int
+    ttft_s: float | None
+    """Mean of those that got a first token."""
+
+
+class ReuseReply(Message, frozen=True):
+    """Days latest first, tenants and models by what they saved."""
+
+    rows: list[ReuseRow]
+
+
+class RequestsQuery(Message, frozen=True):
+    """Requests received during the last ``window_s`` seconds; an empty text asks for any."""
+
+    window_s: float = 86_400.0
+    limit: int = 20
+    tenant: str = ""
+    model: str = ""
+    outcome: str = ""
+    """An outcome, or the code that came with it."""
+    worker: str = ""
+    """Prefill or decode."""
+
+
+class RequestRow(Part, frozen=True):
+    """How one request ended."""
+
+    request: str
+    gateway: str
+    model: str
+    tenant: str
+    received_at_s: float
+    outcome: str
+    code: str
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+    predicted_hit_tokens: int
+    hit_tokens: int
+    predicted_ttft_s: float
+    ttft_s: float | None
+    tbt_s: float | None
+    duration_s: float
+    attempts: int
+    conductor: str
+    prefill: str
+    decode: str
+    trace: str
+    last_key: bytes
+    """Of the prompt's last full block; empty when there was none."""
+    stages: Stages | None = None
+
+
+class RequestsReply(Message, frozen=True):
+    """The latest first."""
+
+    requests: list[RequestRow]
+
+
+class RequestQuery(Message, frozen=True):
+    """One request; the unique beginning of its id is enough."""
+
+    request: str
+
+
+class RequestReply(Message, frozen=True):
+    """Answer to :class:`RequestQuery`."""
+
+    request: RequestRow
+
+
+class StorageQuery(Message, frozen=True):
+    """What workers held during the last ``window_s`` seconds, averaged over ``steps`` steps of it."""
+
+    window_s: float = 86_400.0
+    steps: int = 24
+    worker: str = ""
+
+
+class StorageRow(Part, frozen=True):
+    """What a worker held in a tier during the step that began at ``at_s``."""
+
+    at_s: float
+    worker: str
+    tier: str
+    blocks: int
+    nbytes: int
+
+
+class StorageReply(Message, frozen=True):
+    """Oldest first; a worker that held nothing has no row."""
+
+    rows: list[StorageRow]
+    step_s: float
