@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   which interpreter builds the environment
 #   VENV=.venv          where the environment lies
 #   ARGS="--port 9000"  passed on to demo, up, test and migrate
+#   TEST_PROCESSES=2    how many processes the tests run in, each with servers of its own
 #
 # pip takes the build of torch that its index offers. For the much smaller CPU build, point PIP_EXTRA_INDEX_URL (or
 # PIP_FIND_LINKS) at one that carries it; constraints.txt accepts either build of the pinned release.
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+TEST_PROCESSES ?= 2
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -29,7 +31,7 @@ up: $(STAMP)  ## Keep a stack running in the foreground (Ctrl-C drains and stops
 	@$(BIN)/moonbus up $(ARGS)
 
 test: $(STAMP)  ## Run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-unit: $(STAMP)  ## Run the tests that do no I/O
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
