@@ -26,7 +26,7 @@ from shared.bus.bus import Delivery
 from shared.bus.subjects import CANCEL, JOB, PROGRESS, TOKENS
 from shared.engine.thread import Work
 from shared.errors import BusError, NoResponders
-from shared.ids import BlockKey, GatewayId, OperationId
+from shared.ids import BlockKey, GatewayId, OperationId, fresh
 from shared.kv import pack_tokens, unpack_keys, unpack_tokens
 from shared.messages import (
     Accepted,
@@ -112,7 +112,8 @@ class DecodeShell:
         return Load(
             worker=self._worker.id, incarnation=self._worker.incarnation, role="decode", kv_seq=self._agent.seq,
             queued=len(self._requests) - running, running=running, context_tokens=self._batch.context_tokens,
-            free_blocks=self._agent.pool.available, cached_blocks=statistics.cached, draining=self.draining)
+            free_blocks=self._agent.pool.available, cached_blocks=statistics.cached,
+            draining=self.draining or self._agent.is_retired)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -154,7 +155,8 @@ class DecodeShell:
             return self._state_of(message)
         reply: Reserved | Accepted | Refused
         if isinstance(message, DecodeJob):
-            reply = self._reserve(message)
+            async with self._recalled(message):
+                reply = self._reserve(message)
         elif isinstance(message, Handover):
             reply = await self._start(message)
         else:
@@ -170,6 +172,29 @@ class DecodeShell:
         return JobState(request=message.request, attempt=message.attempt, sent=request.sent,
                         stage="waiting" if request.running is None else "running")
 
+    @asynccontextmanager
+    async def _recalled(self, message: DecodeJob) -> AsyncIterator[None]:
+        """What we hold of the prompt on our SSD is in memory meanwhile: that much need not be sent to us."""
+        agent, ssd = self._agent, self._agent.ssd
+        keys = unpack_keys(message.keys)
+        cached = agent.pool.match(keys)
+        count = 0 if ssd is None or self.draining else ssd.match(keys[cached:])
+        if count == 0:
+            yield
+            return
+        recalling = OperationId(fresh("recall", 4))
+        try:
+            agent.pin(recalling, keys[:cached], use=False)
+            slots = agent.allocate(recalling, count, tenant=message.tenant)
+            if slots is not None:
+                came, spare = await agent.promote(recalling, keys[cached:cached + count], slots,
+                                                  timeout_s=message.deadline_s)
+                agent.give_back(recalling, spare)
+                await self._worker.engine.load([agent.pool.slot(key) for key in keys[cached:cached + came]])
+            yield
+        finally:
+            agent.release(recalling)
+
     def _reserve(self, message: DecodeJob) -> Reserved | Refused:
         operation = OperationId(f"{message.request}.{message.attempt}")
         known = self._requests.get(operation)
@@ -179,7 +204,7 @@ class DecodeShell:
             return _refused(message, "cancelled", "it was cancelled before it arrived")
         if message.spec != self._worker.spec.digest:
             return _refused(message, "spec", f"{self._worker.id} serves another cache spec")
-        if self.draining:
+        if self.draining or self._agent.is_retired:
             return _refused(message, "draining", f"{self._worker.id} is stopping")
         if len(self._requests) >= self._settings.max_reserved:
             return _refused(message, "capacity", f"{self._worker.id} holds {len(self._requests)} requests, its limit")
@@ -188,7 +213,7 @@ class DecodeShell:
         own = self._agent.pin(operation, keys)
         need = blocks - len(own)
         roomy = need + len(self._batch) < self._agent.pool.available
-        slots = self._agent.allocate(operation, need) if roomy else None
+        slots = self._agent.allocate(operation, need, tenant=message.tenant) if roomy else None
         if slots is None:
             self._agent.release(operation)
             room = f"{self._agent.pool.available} of {self._worker.num_blocks} are free"

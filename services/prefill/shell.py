@@ -49,7 +49,7 @@ from shared.messages import (
     StoredBlock,
     TokenBatch,
 )
-from shared.store.agent import Part
+from shared.store.parts import Part
 from shared.telemetry import metrics, tracing
 from shared.transfer import PushStream, Slice
 from shared.worker.cancelled import Cancelled
@@ -123,7 +123,8 @@ class PrefillShell:
             worker=self._worker.id, incarnation=self._worker.incarnation, role="prefill", kv_seq=self._agent.seq,
             queued=len(self._jobs) - len(self._computing), queued_tokens=self._remaining_tokens(),
             running=len(self._computing),
-            free_blocks=self._agent.pool.available, cached_blocks=statistics.cached, draining=self.draining,
+            free_blocks=self._agent.pool.available, cached_blocks=statistics.cached,
+            draining=self.draining or self._agent.is_retired,
         )
 
     @asynccontextmanager
@@ -189,7 +190,7 @@ class PrefillShell:
     def _refusal(self, message: PrefillJob) -> tuple[Literal["spec", "draining", "capacity"], str] | None:
         if message.spec != self._worker.spec.digest:
             return "spec", f"{self._worker.id} serves another cache spec"
-        if self.draining:
+        if self.draining or self._agent.is_retired:
             return "draining", f"{self._worker.id} is stopping"
         if len(self._jobs) >= self._settings.max_queued:
             return "capacity", f"{self._worker.id} holds {len(self._jobs)} jobs, its limit"
@@ -244,15 +245,18 @@ class PrefillShell:
         message, total = job.message, len(job.tokens)
         reusable = min(len(job.keys), (total - 1) // self._block_tokens)
         async with self._memory:
-            own = len(self._agent.pin(job.operation, job.keys[:reusable]))
-            slots = await self._agent.wait_allocate(job.operation, self._spec.blocks_of(total) - own)
-        stages, slots = await self._fetch(job, own=own, reusable=reusable, slots=slots)
+            cached = len(self._agent.pin(job.operation, job.keys[:reusable]))
+            slots = await self._agent.wait_allocate(
+                job.operation, self._spec.blocks_of(total) - cached, tenant=message.tenant)
+        promoted, slots = await self._agent.promote(
+            job.operation, job.keys[cached:reusable], slots, timeout_s=message.deadline_s)
+        stages, slots = await self._fetch(job, own=cached + promoted, reusable=reusable, slots=slots)
         reused = stages.hit_tokens // self._block_tokens
         reused_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
-        await self._worker.engine.load(reused_slots[own:])
+        await self._worker.engine.load(reused_slots[cached:])
         missing = self._spec.blocks_of(total) - reused - len(slots)
         if missing > 0:  # some stay with a writer that stopped half-way
-            slots += await self._agent.wait_allocate(job.operation, missing)
+            slots += await self._agent.wait_allocate(job.operation, missing, tenant=message.tenant)
         job.stages, job.slots = stages, reused_slots + slots
         stream = job.stream = self._worker.transfer.stream(message.landing.endpoint, message.landing.grant)
         try:

@@ -1,17 +1,22 @@
 """The store agent: acts for one worker's block pool on the bus and the transfer engine.
 
 It announces what is stored and evicted, answers "what did I miss?", pushes blocks to those who ask (the owner decides
-and sends; nobody reads its memory), and fetches blocks from other owners.
+and sends; nobody reads its memory), and fetches blocks from other owners. With an SSD tier it also copies blocks there
+ahead of need (demotion) and reads them back when a request or a reader wants them (promotion).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import math
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from typing import Any, TypeVar
+
+import msgspec
 
 from shared.bus.bus import Bus, Delivery
 from shared.bus.subjects import KV_EVICTED, KV_STORED, KV_SYNC, PUSH
@@ -21,36 +26,29 @@ from shared.ids import BlockKey, Incarnation, OperationId, RequestId, WorkerId, 
 from shared.kv import CacheSpec, Tier, pack_keys, unpack_keys
 from shared.messages import Evicted, KvEvent, PushBlocks, Pushed, Range, StoredBlock, SyncEvents, SyncReply
 from shared.store.blocks import BlockPool, PoolStatistics
-from shared.store.events import EventLog
+from shared.store.events import PAGE_BLOCKS, EventLog
+from shared.store.parts import Fetched, Part
+from shared.store.settings import SsdSettings
+from shared.store.ssd.record import fits
+from shared.store.ssd.tier import WRITE_BLOCKS, Reading, SsdTier
+from shared.store.tiers import plan_demotion
+from shared.store.upkeep import Upkeep
 from shared.telemetry import metrics, tracing
-from shared.transfer import Slice, TransferEngine
+from shared.transfer import PushResult, Slice, TransferEngine
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _RELEASE_PATIENCE_S = 0.5
 """How long a fetch waits for its writer to be done before it does without what came."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of a chain that one owner is asked for."""
-
-    owner: WorkerId
-    blocks: Sequence[StoredBlock]
-    """As they shall be sealed here: origin ``received``, source the owner."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What came of asking one owner: the first ``blocks`` of its part are cached and pinned now."""
-
-    owner: WorkerId
-    blocks: int
-    nbytes: int
-    seconds: float
-    path: str
-    why: str = ""
-    """Why fewer than wanted; empty when all came."""
+_LOOK_S = 0.05
+"""Shortest pause between two looks for blocks to copy to the SSD."""
+_NOTHING_WRITTEN_S = 1.0
+"""Pause after the SSD took nothing, if it does not ask for a longer one."""
+_RECALL_BLOCKS = 16
+"""Blocks that a push reads back from the SSD at a time: what is there leaves while the next ones are read."""
+_HOLE_S = 10.0
+"""Pause between two looks at how the free slots lie, which takes time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +63,55 @@ class _Landed:
     """No writer can touch the slots any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """One evicted block, to be announced."""
+
+    key: BlockKey
+    reason: str
+    tier: Tier
+
+
 class StoreAgent:
-    """One per worker; everything here runs on the worker's event loop."""
+    """One per worker; everything here runs on the worker's event loop.
+
+    ``memory`` is the registered segment, slot i at ``i * spec.block_bytes``; ``ssd`` is the tier below it, if any.
+    """
 
     def __init__(self, *, worker: WorkerId, incarnation: Incarnation, spec: CacheSpec, pool: BlockPool,
-                 transfer: TransferEngine, segment: str, bus: Bus, clock: Clock) -> None:
-        self._worker, self._spec, self._segment = worker, spec, segment
+                 transfer: TransferEngine, segment: str, memory: memoryview, bus: Bus, clock: Clock,
+                 ssd: SsdTier | None = None, ssd_settings: SsdSettings | None = None) -> None:
+        self._worker, self._spec, self._segment, self._memory = worker, spec, segment, memory
         self._bus, self._clock, self._transfer = bus, clock, transfer
         self.pool = pool
-        self._log = EventLog(worker, incarnation, spec.digest, pool.blocks)
-        #: what happened and is not announced yet, in order: a stored block, or (evicted key, reason)
-        self._pending: list[StoredBlock | tuple[BlockKey, str]] = []
+        self.ssd = ssd
+        self._ssd_settings = ssd_settings or SsdSettings()
+        self.is_retired = False
+        """It takes nothing new and drops what nobody uses."""
+        self._budgets: Mapping[str, int] = {}
+        """{tenant: bytes of all tiers}; who is not here has no limit"""
+        self._log = EventLog(worker, incarnation, spec.digest, self.blocks)
+        #: what happened and is not announced yet, in order
+        self._pending: list[StoredBlock | _Gone] = []
         self._wake = asyncio.Event()
         self._released = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._cooled = asyncio.Event()
+        """Some block may have become one to copy to the SSD."""
+        self._background: set[asyncio.Task[Any]] = set()
+        self._hole_s = -math.inf
+        if ssd is not None:
+            ssd.on_stored = self.announce_stored
+            ssd.on_evicted = self._announce_lost
+
+    @property
+    def clock(self) -> Clock:
+        """The worker's clock."""
+        return self._clock
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self._spec.block_bytes
 
     @property
     def seq(self) -> int:
@@ -88,17 +121,24 @@ class StoreAgent:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[StoreAgent]:
         """Answers and announces while the context is open; afterwards nothing of it runs any more."""
+        if self.ssd is not None:
+            self.announce_stored(list(self.ssd.blocks()))  # oldest first, so parents first
+        upkeep = Upkeep(self, self._bus, self._worker)
         serving = [
             await self._bus.serve(KV_SYNC.at(worker=self._worker), self._on_sync),
             await self._bus.serve(PUSH.at(worker=self._worker), self._on_push, concurrency=16),
+            *await upkeep.listen(),
         ]
         try:
             async with asyncio.TaskGroup() as group:  # an announcer that dies ends the worker instead of its news
-                announcer = group.create_task(self._announce(), name="store-announce")
+                running = [group.create_task(self._announce(), name="store-announce")]
+                if self.ssd is not None:
+                    running.append(group.create_task(self._demote(self.ssd), name="store-demote"))
                 try:
                     yield self
                 finally:
-                    announcer.cancel()
+                    for task in running:
+                        task.cancel()
         finally:
             for subscription in serving:
                 await subscription.close()
@@ -108,23 +148,35 @@ class StoreAgent:
 
     # --- the pool, announced -----------------------------------------------------------------------------------
 
-    def pin(self, operation: OperationId, keys: Sequence[BlockKey]) -> list[int]:
-        """Pins the leading cached ``keys``; their slots, in order."""
-        return self.pool.pin(operation, keys, now=self._clock.monotonic())
+    def blocks(self) -> Iterator[StoredBlock]:
+        """Every reusable block, once for each tier it lies in."""
+        return self.pool.blocks() if self.ssd is None else chain(self.pool.blocks(), self.ssd.blocks())
 
-    def allocate(self, operation: OperationId, count: int) -> list[int] | None:
-        """``count`` private slots, or ``None`` when there is no room now."""
+    def holds(self, key: BlockKey) -> bool:
+        """Is the block in some tier?"""
+        return self.pool.block(key) is not None or (self.ssd is not None and self.ssd.holds(key))
+
+    def pin(self, operation: OperationId, keys: Sequence[BlockKey], *, use: bool = True) -> list[int]:
+        """Pins the leading cached ``keys``; their slots, in order. ``use=False``: they are only moved about."""
+        return self.pool.pin(operation, keys, now=self._clock.monotonic(), use=use)
+
+    def allocate(self, operation: OperationId, count: int, *, tenant: str = "") -> list[int] | None:
+        """``count`` private slots, or ``None`` when there is no room now. A tenant that would exceed its budget makes
+        room among its own blocks first."""
+        over = self._blocks_over(tenant, count)
+        if over > 0:
+            self._evict_tenant(tenant, over)
         allocation = self.pool.allocate(operation, count, now=self._clock.monotonic())
         if allocation is None:
             return None
         self.announce_evicted(allocation.evicted, "capacity")
         return allocation.slots
 
-    async def wait_allocate(self, operation: OperationId, count: int) -> list[int]:
+    async def wait_allocate(self, operation: OperationId, count: int, *, tenant: str = "") -> list[int]:
         """Waits until there is room; the caller bounds the wait."""
         while True:
             released = self.next_release
-            slots = self.allocate(operation, count)
+            slots = self.allocate(operation, count, tenant=tenant)
             if slots is not None:
                 return slots
             await released.wait()
@@ -141,6 +193,19 @@ class StoreAgent:
 
     def release(self, operation: OperationId) -> None:
         """Ends ``operation``: unpins, frees, and lets whoever waits for room try again."""
+        self._let_go(operation)
+        if self.is_retired:
+            self._drop_all("drain")
+        self._respect_budgets()
+        self._cooled.set()
+
+    def give_back(self, operation: OperationId, slots: Sequence[int]) -> None:
+        """Frees private ``slots`` of ``operation``, which goes on."""
+        spare = OperationId(fresh("spare", 4))
+        self.pool.move(slots, operation, spare)
+        self.release(spare)
+
+    def _let_go(self, operation: OperationId) -> None:
         self.pool.release(operation)
         self._released.set()
         self._released = asyncio.Event()
@@ -148,16 +213,21 @@ class StoreAgent:
     def announce_stored(self, blocks: Sequence[StoredBlock]) -> None:
         """Queues the news of stored blocks; the next turn of the loop sends it."""
         for block in blocks:
-            metrics.KV_STORED_BLOCKS.labels(origin=block.origin).inc()
+            if block.tier is not Tier.SSD:  # a copy of one that was counted
+                metrics.KV_STORED_BLOCKS.labels(origin=block.origin).inc()
         self._pending.extend(blocks)
         self._wake.set()
+        self._cooled.set()
 
-    def announce_evicted(self, keys: Sequence[BlockKey], reason: str) -> None:
+    def announce_evicted(self, keys: Sequence[BlockKey], reason: str, tier: Tier = Tier.DRAM) -> None:
         """Queues the news of evicted blocks."""
         if keys:
-            self._pending.extend((key, reason) for key in keys)
+            self._pending.extend(_Gone(key, reason, tier) for key in keys)
             metrics.KV_EVICTED_BLOCKS.labels(reason=reason).inc(len(keys))
             self._wake.set()
+
+    def _announce_lost(self, keys: Sequence[BlockKey], reason: str) -> None:
+        self.announce_evicted(keys, reason, Tier.SSD)
 
     def observe(self) -> PoolStatistics:
         """Counts of the pool's slots, which also become metrics."""
@@ -166,11 +236,173 @@ class StoreAgent:
         metrics.KV_BLOCKS.labels(use="cached").set(statistics.cached - statistics.pinned)
         metrics.KV_BLOCKS.labels(use="free").set(statistics.free)
         metrics.KV_CACHED_BYTES.labels(tier=Tier.DRAM).set(statistics.cached * self._spec.block_bytes)
+        if self.ssd is not None:
+            self.ssd.observe()
+        if (now := self._clock.monotonic()) >= self._hole_s + _HOLE_S:
+            self._hole_s = now
+            metrics.KV_LARGEST_HOLE.set(self.pool.largest_hole())
         return statistics
 
     def range(self, slot: int) -> Range:
         """The slot's place in the registered segment."""
         return Range(segment=self._segment, offset=slot * self._spec.block_bytes, length=self._spec.block_bytes)
+
+    def buffer(self, slot: int) -> memoryview:
+        """The slot's bytes."""
+        return self._memory[slot * self._spec.block_bytes:(slot + 1) * self._spec.block_bytes]
+
+    # --- budgets, and the end ----------------------------------------------------------------------------------
+
+    def set_budgets(self, budgets: Mapping[str, int]) -> None:
+        """{tenant: bytes of all tiers}: who holds more loses its own coldest blocks, from now on."""
+        self._budgets = dict(budgets)
+        self._respect_budgets()
+
+    def retire(self) -> int:
+        """Takes nothing new from now on and drops what nobody uses; how many blocks went."""
+        self.is_retired = True
+        return self._drop_all("drain")
+
+    def trim(self, keys: Sequence[BlockKey], reason: str) -> int:
+        """Drops the blocks from every tier, as far as nobody uses or continues them; how many are in no tier now."""
+        held = [key for key in keys if self.holds(key)]
+        self.announce_evicted(self.pool.drop(held), reason)
+        if self.ssd is not None:
+            self.ssd.drop(held, reason)
+        return sum(not self.holds(key) for key in held)
+
+    def protect(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
+        """Evicts the blocks last for ``ttl_s`` seconds; how many are held."""
+        until_s = self._clock.monotonic() + ttl_s
+        self.pool.protect(keys, until_s)
+        if self.ssd is not None:
+            self.ssd.pool.protect(keys, until_s)
+        return sum(map(self.holds, keys))
+
+    def _drop_all(self, reason: str) -> int:
+        return self.trim(list({block.key for block in self.blocks()}), reason)
+
+    def _respect_budgets(self) -> None:
+        for tenant in self._budgets:
+            if (over := self._blocks_over(tenant, 0)) > 0:
+                self._evict_tenant(tenant, over)
+
+    def _blocks_over(self, tenant: str, more: int) -> int:
+        """By how many blocks the tenant would exceed its budget with ``more`` of them."""
+        budget = self._budgets.get(tenant)
+        if budget is None:
+            return 0
+        held = self.pool.tenant_blocks(tenant) + (self.ssd.pool.tenant_blocks(tenant) if self.ssd else 0)
+        return held + more - budget // self._spec.block_bytes
+
+    def _evict_tenant(self, tenant: str, count: int) -> None:
+        """The copies on the SSD go first: they are the colder ones, or there twice."""
+        if self.ssd is not None:
+            count -= self.ssd.evict_tenant(tenant, count, "quota")
+        if count > 0:
+            self.announce_evicted(self.pool.evict_tenant(tenant, count, now=self._clock.monotonic()), "quota")
+
+    # --- between the tiers -------------------------------------------------------------------------------------
+
+    async def promote(self, operation: OperationId, keys: Sequence[BlockKey], slots: Sequence[int], *,
+                      timeout_s: float) -> tuple[int, list[int]]:
+        """Reads the leading ``keys`` that lie on our SSD into ``slots``, private ones of ``operation``.
+
+        ``keys`` continue a chain whose blocks so far are cached and pinned by ``operation``. Returns how many of them
+        are cached and pinned by it now, and the slots that were not used and may be. Never raises for what the disk
+        does; ends within ``timeout_s``.
+        """
+        count = 0 if self.ssd is None else min(self.ssd.match(keys), len(slots))
+        if self.ssd is None or count == 0:
+            return 0, list(slots)
+        landing = OperationId(f"{operation}.{fresh('read', 3)}")
+        places, spare = list(slots[:count]), list(slots[count:])
+        self.pool.move(places, operation, landing)
+        blocks = [block for key in keys[:count] if (block := self.ssd.pool.block(key)) is not None]
+        # Its ancestors must stay until it is sealed, even if whoever asked is gone by then.
+        self.pool.pin(landing, [blocks[0].parent], now=self._clock.monotonic(), use=False)
+        reading = self.spawn(self._read_back(self.ssd, landing, blocks, places, timeout_s), f"promote-{landing}")
+        try:
+            came = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(
+                lambda task: None if task.cancelled() else self._landed(landing, task.result()))
+            raise
+        self.pin(operation, keys[:came.blocks])
+        if came.settled is None:  # a slot whose block got a twin meanwhile was not used either, and stays
+            self.pool.move(places[came.blocks:], landing, operation)
+            spare = places[came.blocks:] + spare
+        self._landed(landing, came)
+        return came.blocks, spare
+
+    async def pin_in_dram(self, operation: OperationId, key: BlockKey, *, timeout_s: float) -> bool:
+        """Pins a block and its ancestors, read back from the SSD where need be; false when that cannot be had."""
+        missing: list[BlockKey] = []
+        while self.pool.block(key) is None:
+            block = self.ssd.pool.block(key) if self.ssd is not None else None
+            if block is None:
+                return False
+            missing.append(key)
+            if block.depth == 0:
+                break
+            key = block.parent
+        self.pin(operation, [key])
+        missing.reverse()
+        slots = self.allocate(operation, len(missing))
+        if slots is None:
+            return False
+        came, _ = await self.promote(operation, missing, slots, timeout_s=timeout_s) if missing else (0, [])
+        return came == len(missing)
+
+    async def _read_back(self, ssd: SsdTier, landing: OperationId, blocks: Sequence[StoredBlock],
+                         places: Sequence[int], timeout_s: float) -> Reading:
+        began_s = self._clock.wall()
+        reading = await ssd.read([block.key for block in blocks], [self.buffer(slot) for slot in places],
+                                 timeout_s=timeout_s)
+        for block, slot in zip(blocks[:reading.blocks], places, strict=False):
+            self.seal(landing, slot, msgspec.structs.replace(block, tier=Tier.DRAM))
+        metrics.KV_PROMOTED_BLOCKS.inc(reading.blocks)
+        tracing.record("kv.promote", start_s=began_s, end_s=self._clock.wall(), attributes={
+            "moonbus.blocks": reading.blocks, "moonbus.asked": len(blocks), "moonbus.why": reading.why})
+        return reading
+
+    def _landed(self, landing: OperationId, reading: Reading) -> None:
+        """Ends ``landing`` once no thread writes into its slots any more."""
+        async def wait(settled: asyncio.Future[None]) -> None:
+            await settled
+            self.release(landing)
+
+        if reading.settled is None:
+            self.release(landing)
+        else:
+            self.spawn(wait(reading.settled), f"settle-{landing}")
+
+    async def _demote(self, ssd: SsdTier) -> None:
+        """Copies blocks to the SSD ahead of need, until cancelled."""
+        while True:
+            await self._cooled.wait()
+            self._cooled.clear()
+            while blocks := self._to_demote(ssd):
+                operation = OperationId(fresh("demote", 4))
+                now = self._clock.monotonic()
+                slots = [self.pool.pin(operation, [block.key], now=now, use=False)[0] for block in blocks]
+                try:
+                    written = await ssd.write(blocks, [self.buffer(slot) for slot in slots])
+                finally:
+                    self._let_go(operation)
+                if not written:
+                    await asyncio.sleep(max(ssd.pause_left_s(), _NOTHING_WRITTEN_S))
+            await asyncio.sleep(_LOOK_S)
+
+    def _to_demote(self, ssd: SsdTier) -> list[StoredBlock]:
+        if self.is_retired:
+            return []
+        settings = self._ssd_settings
+        # Few enough not to keep running requests from their memory while a slow disk holds them.
+        limit = min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
+        return plan_demotion(
+            self.pool, held=ssd.has, fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0,
+            ahead=settings.ahead, least_odds=settings.least_odds, limit=limit, now=self._clock.monotonic())
 
     # --- fetching ----------------------------------------------------------------------------------------------
 
@@ -254,11 +486,12 @@ class StoreAgent:
         """:meth:`release_landing` in the background."""
         self.spawn(self.release_landing(operation), f"release-{operation}")
 
-    def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Runs ``work`` in the background; cancelled when the agent closes."""
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -268,19 +501,28 @@ class StoreAgent:
             self._wake.clear()
             pending, self._pending = self._pending, []
             at_s = self._clock.wall()
-            for kind, run in groupby(pending, key=lambda news: "" if isinstance(news, StoredBlock) else news[1]):
-                event: KvEvent
-                if kind:
-                    event = self._log.evicted([news[0] for news in run if not isinstance(news, StoredBlock)],
-                                              at_s=at_s, reason=kind)
-                else:
-                    event = self._log.stored([news for news in run if isinstance(news, StoredBlock)], at_s=at_s)
+            for event in self._events(pending, at_s):
                 subject = KV_EVICTED if isinstance(event, Evicted) else KV_STORED
                 try:
                     await self._bus.publish(subject.at(worker=self._worker), event)
                 except BusError as error:
                     # Its number is spent: the next heartbeat shows the gap, and who cares asks.
                     log.warning("action=announce_lost seq=%d error=%s", event.seq, error)
+
+    def _events(self, news: Sequence[StoredBlock | _Gone], at_s: float) -> Iterator[KvEvent]:
+        """``news`` in order, in numbered batches that the bus carries."""
+        def kind(item: StoredBlock | _Gone) -> tuple[str, Tier] | None:
+            return (item.reason, item.tier) if isinstance(item, _Gone) else None
+
+        for gone, run in groupby(news, key=kind):
+            items = list(run)
+            for first in range(0, len(items), PAGE_BLOCKS):
+                part = items[first:first + PAGE_BLOCKS]
+                if gone is None:
+                    yield self._log.stored([block for block in part if isinstance(block, StoredBlock)], at_s=at_s)
+                else:
+                    yield self._log.evicted([item.key for item in part if isinstance(item, _Gone)], at_s=at_s,
+                                            reason=gone[0], tier=gone[1])
 
     async def _on_sync(self, delivery: Delivery) -> SyncReply:
         reply = self._log.since(delivery.message, now=self._clock.monotonic())
@@ -296,14 +538,44 @@ class StoreAgent:
         began_s = self._clock.wall()
         slots = self.pin(sending, keys)
         try:
-            slices = [Slice(self._segment, self.range(slot).offset, place)
-                      for slot, place in zip(slots, ask.slots, strict=False)]
-            result = await self._transfer.push(ask.endpoint, slices, ask.grant, timeout_s=ask.deadline_s)
+            if self.ssd is not None and len(slots) < len(keys) and self.ssd.holds(keys[len(slots)]):
+                result = await self._push_recalled(ask, sending, keys, slots)
+            else:
+                slices = self._slices(slots, ask.slots)
+                result = await self._transfer.push(ask.endpoint, slices, ask.grant, timeout_s=ask.deadline_s)
         finally:
             self.release(sending)
-        why = result.error.code if result.error else ("missing" if len(slots) < len(keys) else "")
+        why = result.error.code if result.error else ("missing" if result.arrived < len(keys) else "")
         tracing.record("kv.send", start_s=began_s, end_s=self._clock.wall(), attributes={
             "moonbus.reader": ask.endpoint.worker, "moonbus.blocks": result.arrived, "moonbus.asked": len(keys),
             "moonbus.bytes": result.nbytes, "moonbus.path": result.path, "moonbus.why": why})
         return Pushed(operation=ask.operation, blocks=result.arrived, nbytes=result.nbytes, seconds=result.seconds,
                       path=result.path, why=why)
+
+    async def _push_recalled(self, ask: PushBlocks, sending: OperationId, keys: Sequence[BlockKey],
+                             slots: list[int]) -> PushResult:
+        """Sends what is in DRAM while the rest is read back from the SSD, which follows piece by piece."""
+        until_s = self._clock.monotonic() + ask.deadline_s
+        stream = self._transfer.stream(ask.endpoint, ask.grant, timeout_s=ask.deadline_s)
+        try:
+            stream.push(self._slices(slots, ask.slots))
+            sent = len(slots)
+            while sent < len(keys) and not stream.broken.done():
+                left_s = until_s - self._clock.monotonic()
+                # Readers must not take all the memory of those who compute here.
+                room = min(_RECALL_BLOCKS, len(keys) - sent, self.pool.available // 2)
+                places = self.allocate(sending, room) if room and left_s > 0 else None
+                if places is None:
+                    break
+                came, _ = await self.promote(sending, keys[sent:sent + room], places, timeout_s=left_s)
+                stream.push(self._slices([self.pool.slot(key) for key in keys[sent:sent + came]], ask.slots[sent:]))
+                sent += came
+                if came < room:
+                    break
+            return await stream.close()
+        finally:
+            await stream.stop()
+
+    def _slices(self, slots: Sequence[int], ranges: Sequence[Range]) -> list[Slice]:
+        return [Slice(self._segment, self.range(slot).offset, place)
+                for slot, place in zip(slots, ranges, strict=False)]

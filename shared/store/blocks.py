@@ -136,6 +136,15 @@ class BlockPool:
         return PoolStatistics(total=self._total, free=len(self._free), private=self._private,
                               cached=len(self._cached), pinned=self._pinned)
 
+    def largest_hole(self) -> int:
+        """The longest run of free slots. Any slot serves any block, but neighbours travel as one. Sorts: ask rarely."""
+        longest = run = 0
+        last = -1
+        for slot in sorted(self._free):
+            run = run + 1 if slot == last + 1 else 1
+            longest, last = max(longest, run), slot
+        return longest
+
     # --- changing ----------------------------------------------------------------------------------------------
 
     def pin(self, operation: OperationId, keys: Sequence[BlockKey], *, now: float, use: bool = True) -> list[int]:

@@ -101,7 +101,27 @@ KV_BLOCKS = Gauge("moonbus_kv_blocks", "Slots of the pool by use (used: held by 
 KV_CACHED_BYTES = Gauge("moonbus_kv_cached_bytes", "Bytes of reusable blocks by tier.", ["tier"])
 KV_STORED_BLOCKS = Counter("moonbus_kv_stored_blocks_total", "Blocks that became reusable, by origin.", ["origin"])
 KV_EVICTED_BLOCKS = Counter("moonbus_kv_evicted_blocks_total", "Blocks evicted, by reason.", ["reason"])
+STORE_DOOR_REQUESTS = Counter(
+    "moonbus_store_door_requests_total", "What clients of the store asked at the door, by kind and outcome (ok, or why not).", ["kind", "outcome"])
+STORE_DOOR_VALUES = Counter("moonbus_store_door_values_total", "Values that clients of the store put and asked for, by what became of it (put, hit, miss).", ["kind"])
+KV_LARGEST_HOLE = Gauge("moonbus_kv_largest_hole_blocks", "Longest run of neighbouring free slots of the pool.")
+KV_PROMOTED_BLOCKS = Counter("moonbus_kv_promoted_blocks_total", "Blocks read back from the SSD into DRAM.")
 KV_SYNCS = Counter("moonbus_kv_syncs_total", "Resyncs served, by kind (events, snapshot).", ["kind"])
+
+# SSD tier: every worker that has one.
+SSD_SLOTS = Gauge("moonbus_ssd_slots", "Slots by use (used: hold a block; ready: have room on the disk; limit: the most there may be).",
+                  ["use"])
+SSD_WRITTEN_BLOCKS = Counter("moonbus_ssd_written_blocks_total", "Blocks copied to the SSD.")
+SSD_READ_BLOCKS = Counter("moonbus_ssd_read_blocks_total",
+                          "Blocks wanted from the SSD, by outcome (ok, corrupt, error, stalled, busy, missing).", ["outcome"])
+SSD_SECONDS = Histogram("moonbus_ssd_seconds", "One read or write of several blocks, waiting included.", ["call"],
+                        buckets=_LATENCY_S)
+SSD_FAILURES = Counter("moonbus_ssd_failures_total",
+                       "What the SSD did not do, by call and why (corrupt, error, stalled, full).", ["call", "why"])
+SSD_PAUSED = Gauge("moonbus_ssd_paused", "1 while the SSD is left alone because it failed or was too slow.")
+SSD_RESTORED_BLOCKS = Counter(
+    "moonbus_ssd_restored_blocks_total",
+    "Blocks found at the start, by what they were (usable, damaged, orphaned: their parent is lost).", ["what"])
 
 # Transfer engine.
 TRANSFER_BYTES = Counter("moonbus_transfer_bytes_total", "KV bytes acknowledged, by path and direction (sent, received).",
@@ -122,3 +142,15 @@ STORE_WRITE_FAILURES = Counter("moonbus_store_write_failures_total", "Batches th
 STORE_REPAIRED = Counter("moonbus_store_repaired_total",
                          "Copies that a comparison with their worker put right, by kind (missing, stale).", ["kind"])
 STORE_WRITE_SECONDS = Histogram("moonbus_store_write_seconds", "One batch into the database.", buckets=_LATENCY_S)
+STORE_LEADS = Gauge("moonbus_store_leads", "1 at the store-manager that leads: plans copies, compares inventories.")
+STORE_MAP_BLOCKS = Gauge("moonbus_store_map_blocks", "Blocks in the replica map.")
+STORE_MAP_COPIES = Gauge("moonbus_store_map_copies", "Pairs of worker and block in the replica map.")
+STORE_MAP_BYTES = Gauge("moonbus_store_map_bytes", "Memory the replica map takes, about.")
+STORE_UNSEEN_BLOCKS = Counter("moonbus_store_unseen_blocks_total", "Blocks that the full replica map did not take.")
+STORE_HOT_BLOCKS = Gauge("moonbus_store_hot_blocks", "Blocks used often lately.")
+STORE_COPIES_UNDER_WAY = Gauge("moonbus_store_copies_under_way", "Requests to copy that wait for their answer.")
+STORE_COPIED_BYTES = Counter("moonbus_store_copied_bytes_total", "Bytes copied between workers at the leader's request.")
+STORE_ASKED_BLOCKS = Counter(
+    "moonbus_store_asked_blocks_total",
+    "Blocks that workers were asked about, by kind (copy, protect, trim, retire) and outcome (done, failed).", ["kind", "outcome"])
+STORE_SUSPENDED_WORKERS = Gauge("moonbus_store_suspended_workers", "Workers that are left alone for a while after failures.")

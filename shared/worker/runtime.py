@@ -7,9 +7,9 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,12 +25,16 @@ from shared.messages import Hello, Load, Role
 from shared.models import ModelDir, cache_spec, resolve
 from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
+from shared.store.policies import POLICIES, make
+from shared.store.ssd.files import Files
+from shared.store.ssd.tier import SsdTier
 from shared.transfer import TransferEngine
 from shared.units import format_bytes
 from shared.worker.presence import Presence
-from shared.worker.settings import WorkerSettings
+from shared.worker.settings import StoreSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
+S = TypeVar("S", bound=StoreSettings)
 
 SEGMENT = "kv"
 _FEWEST_BLOCKS = 8
@@ -63,8 +67,11 @@ class Worker:
 
 
 @asynccontextmanager
-async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Worker]:
-    """The worker's parts, from the model on disk to the store agent on the bus; ``settings`` name the worker."""
+async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | None = None) -> AsyncIterator[Worker]:
+    """The worker's parts, from the model on disk to the store agent on the bus; ``settings`` name the worker.
+
+    ``files``: what the SSD tier's files are opened with, for tests.
+    """
     worker = WorkerId(settings.worker_id)
     if settings.chunk_tokens % settings.block_tokens:
         raise SettingError("chunk_tokens", settings.chunk_tokens,
@@ -87,12 +94,39 @@ async def open_worker(settings: WorkerSettings, role: Role) -> AsyncIterator[Wor
                                      threads=settings.threads) as engine:
             log.info("action=engine_loaded model=%s blocks=%d seconds=%.2f", model.name, num_blocks,
                      time.monotonic() - began_s)
-            pool = BlockPool(num_blocks)
-            agent = StoreAgent(worker=worker, incarnation=incarnation, spec=spec, pool=pool, transfer=transfer,
-                               segment=SEGMENT, bus=bus, clock=clock)
-            async with agent.open():
+            async with open_agent(
+                settings, worker=worker, incarnation=incarnation, spec=spec, num_blocks=num_blocks,
+                memory=segment.buffer, transfer=transfer, bus=bus, clock=clock, files=files,
+            ) as agent:
                 yield Worker(id=worker, incarnation=incarnation, role=role, settings=settings, model=model, spec=spec,
                              num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine)
+
+
+@asynccontextmanager
+async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: Incarnation, spec: CacheSpec,
+                     num_blocks: int, memory: memoryview, transfer: TransferEngine, bus: Bus, clock: Clock,
+                     files: Files | None = None) -> AsyncIterator[StoreAgent]:
+    """A store agent over the registered segment ``SEGMENT``, whose bytes are ``memory``, with the SSD tier that
+    ``settings`` want."""
+    if settings.cache_policy not in POLICIES:
+        raise SettingError("cache_policy", settings.cache_policy, f"one of {', '.join(POLICIES)}")
+    pool = BlockPool(num_blocks, make(settings.cache_policy))
+    async with AsyncExitStack() as stack:
+        ssd = None
+        if settings.ssd.dir:
+            ssd = await stack.enter_async_context(SsdTier.open(
+                settings.ssd.directory(worker, spec.digest), spec, settings.ssd, policy=make(settings.cache_policy),
+                clock=clock, files=files))
+        agent = StoreAgent(worker=worker, incarnation=incarnation, spec=spec, pool=pool, transfer=transfer,
+                           segment=SEGMENT, memory=memory, bus=bus, clock=clock, ssd=ssd, ssd_settings=settings.ssd)
+        yield await stack.enter_async_context(agent.open())
+
+
+def named(settings: S, role: Role) -> S:
+    """``settings`` with a worker id; an SSD is only found again by who has a name of its own."""
+    if settings.ssd.dir and not settings.worker_id:
+        raise SettingError("worker_id", "", "a name, since ssd_dir is set: blocks are found again by it")
+    return msgspec.structs.replace(settings, worker_id=settings.worker_id or fresh(role, 4))
 
 
 class Shell(Protocol):
@@ -113,8 +147,6 @@ class Shell(Protocol):
 
 def run_worker(settings: WorkerSettings, role: Role, shell_of: Callable[[Worker], Shell], *, max_running: int) -> int:
     """Runs a worker until it is told to stop, or a conductor refuses it; the process's exit code."""
-    settings = msgspec.structs.replace(settings, worker_id=settings.worker_id or fresh(role, 4))
-
     async def body(lifecycle: Lifecycle) -> None:
         async with open_worker(settings, role) as worker:
             shell = shell_of(worker)

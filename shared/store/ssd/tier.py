@@ -1,0 +1,487 @@
+"""The SSD tier as its store agent uses it.
+
+A :class:`~shared.store.blocks.BlockPool` says which block lies in which slot; slots that have no room on the disk yet
+are private slots of the operation ``_UNBACKED`` and are freed as the file grows. Reads run on several threads, writes
+on one, which also keeps the order of a slot's writes. The event loop only ever waits for futures.
+
+Memory that a thread reads into, or writes from, stays its own until the call is over, however late that is: see
+:attr:`Reading.settled` and :meth:`SsdTier.write`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from shared.clock import Clock
+from shared.ids import BlockKey, OperationId, fresh
+from shared.kv import CacheSpec, Tier
+from shared.messages import StoredBlock
+from shared.store.blocks import BlockPool
+from shared.store.policies import Policy
+from shared.store.settings import SsdSettings
+from shared.store.ssd import record
+from shared.store.ssd.files import FULL, DiskFiles, Files
+from shared.store.ssd.record import Damaged
+from shared.store.ssd.slots import SlotFiles, slots_for
+from shared.store.ssd.threads import DiskThreads, Job
+from shared.store.tiers import Breaker
+from shared.telemetry import metrics
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+WRITE_BLOCKS = 16
+"""Most blocks of one write: as many are held in DRAM while it lasts."""
+_READ_BYTES = 4 << 20
+"""One job reads as many blocks as make so much, so that small blocks do not cost a job each."""
+_UNBACKED = OperationId("unbacked")
+_FULL_PAUSE_S = 30.0
+"""So long after the disk was full the file does not try to grow; blocks replace each other meanwhile."""
+_CLOSE_S = 5.0
+_WRITES = 64
+"""Jobs of the writing thread that may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What came of a read: the first ``blocks`` of the asked ones are in their buffers, verified."""
+
+    blocks: int
+    why: str
+    """Why not all: ``corrupt``, ``error``, ``stalled``, ``paused``, ``busy`` or ``missing``; empty when all came."""
+    settled: asyncio.Future[None] | None
+    """Ends when no thread can touch the buffers any more; ``None`` when that is so now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one job reads: slots into buffers."""
+
+    slots: Sequence[int]
+    buffers: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchRead:
+    blocks: int
+    error: Exception | None
+
+
+class SsdTier:
+    """One per store agent; made by :meth:`open`. Everything here runs on the agent's event loop.
+
+    ``on_stored`` and ``on_evicted`` (keys, reason) are told of every change; set them before anything is written.
+    """
+
+    def __init__(self, slots: SlotFiles, pool: BlockPool, settings: SsdSettings, spec: CacheSpec, clock: Clock) -> None:
+        self._slots, self.pool, self._settings, self._clock = slots, pool, settings, clock
+        self._block_bytes = spec.block_bytes
+        self._breaker = Breaker(pause_s=settings.pause_s)
+        self._readers = DiskThreads("ssd-read", count=settings.readers, limit=settings.queue)
+        self._writer = DiskThreads("ssd-write", count=1, limit=_WRITES)
+        self._doomed: set[BlockKey] = set()
+        """Lost blocks that are still pinned: told as evicted, matched no more, dropped when their pins end."""
+        self._full_until_s = -math.inf
+        self._background: set[asyncio.Task[None]] = set()
+        self.on_stored: Callable[[Sequence[StoredBlock]], None] = lambda blocks: None
+        self.on_evicted: Callable[[Sequence[BlockKey], str], None] = lambda keys, reason: None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, directory: Path, spec: CacheSpec, settings: SsdSettings, *, policy: Policy, clock: Clock,
+                   files: Files | None = None) -> AsyncIterator[SsdTier | None]:
+        """The tier in ``directory`` with the blocks it held; ``None`` when the disk fails or has no room for a slot.
+
+        Raises :class:`SettingError` when the directory is not ours to use.
+        """
+        began_s = clock.monotonic()
+        most = slots_for(spec, nbytes=settings.bytes, blocks=settings.blocks)
+        if most == 0:
+            log.warning("action=ssd_too_small bytes=%d block_bytes=%d", settings.bytes, spec.block_bytes)
+            yield None
+            return
+        try:
+            slots = await asyncio.to_thread(
+                SlotFiles.open, directory, spec, max_slots=most, files=files or DiskFiles())
+        except OSError as error:
+            metrics.SSD_FAILURES.labels(call="open", why="error").inc()
+            log.error("action=ssd_unusable dir=%s error=%s", directory, error)
+            yield None
+            return
+        tier = cls(slots, _restored(slots, most, policy, clock), settings, spec, clock)
+        found = slots.found
+        metrics.SSD_RESTORED_BLOCKS.labels(what="usable").inc(len(found.records))
+        metrics.SSD_RESTORED_BLOCKS.labels(what="damaged").inc(found.damaged)
+        metrics.SSD_RESTORED_BLOCKS.labels(what="orphaned").inc(found.orphans)
+        log.info("action=ssd_opened dir=%s blocks=%d damaged=%d orphans=%d slots=%d seconds=%.3f", directory,
+                 len(found.records), found.damaged, found.orphans, most, clock.monotonic() - began_s)
+        try:
+            yield tier
+        finally:
+            await tier._close()
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[StoredBlock]:
+        """Every block here, ``tier`` ``ssd``, in no order."""
+        return (block for block in self.pool.blocks() if block.key not in self._doomed)
+
+    def holds(self, key: BlockKey) -> bool:
+        """Is the block here?"""
+        return self.pool.block(key) is not None and key not in self._doomed
+
+    def has(self, key: BlockKey) -> bool:
+        """Does a slot hold the block, usable or not? Then it cannot be written."""
+        return self.pool.block(key) is not None
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` can be read now: none while the disk is left alone."""
+        if not self._breaker.allows(self._clock.monotonic()):
+            return 0
+        return next((i for i, key in enumerate(keys) if not self.holds(key)), len(keys))
+
+    def pause_left_s(self) -> float:
+        """Seconds for which the disk is still left alone."""
+        return self._breaker.pause_left_s(self._clock.monotonic())
+
+    def timeout_s(self, blocks: int) -> float:
+        """How long a call over so many blocks may take."""
+        return self._settings.timeout_s + blocks * self._block_bytes / self._settings.min_bytes_per_s
+
+    def observe(self) -> None:
+        """Sets the metrics that are levels."""
+        statistics = self.pool.statistics()
+        metrics.KV_CACHED_BYTES.labels(tier=Tier.SSD).set(statistics.cached * self._block_bytes)
+        metrics.SSD_SLOTS.labels(use="used").set(statistics.cached)
+        metrics.SSD_SLOTS.labels(use="ready").set(self._slots.ready_slots)
+        metrics.SSD_SLOTS.labels(use="limit").set(statistics.total)
+        metrics.SSD_PAUSED.set(self.pause_left_s() > 0)
+
+    async def read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *,
+                   timeout_s: float | None = None) -> Reading:
+        """Reads the blocks ``keys``, a stretch of one chain, into ``buffers`` of a block's size each.
+
+        Ends within ``timeout_s``, or :meth:`timeout_s` when that is sooner. Blocks that turn out to be lost are
+        dropped, with all that continues them. Never raises for what the disk does.
+        """
+        count = self.match(keys)
+        if count == 0:
+            return Reading(0, "paused" if self.pause_left_s() else "missing", None)
+        operation = OperationId(fresh("read", 4))
+        now = self._clock.monotonic()
+        slots = [self.pool.pin(operation, [key], now=now)[0] for key in keys[:count]]
+        jobs: list[Job[_BatchRead]] = []
+        batch_blocks = max(1, _READ_BYTES // self._block_bytes)
+        for first in range(0, count, batch_blocks):
+            batch = _Batch(slots[first:first + batch_blocks], buffers[first:min(first + batch_blocks, count)])
+            job = self._readers.submit(lambda batch=batch: self._read_batch(batch))  # type: ignore[misc]
+            if job is None:
+                break
+            jobs.append(job)
+        patience_s = min(self.timeout_s(count), math.inf if timeout_s is None else timeout_s)
+        try:
+            if jobs:
+                await asyncio.wait({job.future for job in jobs}, timeout=patience_s)
+        finally:
+            settled = self._settle(operation, jobs)
+        came, why = self._came(keys, jobs, batch_blocks, count, late=patience_s >= self._settings.timeout_s)
+        metrics.SSD_READ_BLOCKS.labels(outcome=why or "ok").inc(len(keys) - came if why else came)
+        if why and came:
+            metrics.SSD_READ_BLOCKS.labels(outcome="ok").inc(came)
+        metrics.SSD_SECONDS.labels(call="read").observe(self._clock.monotonic() - now)
+        return Reading(came, why or ("" if came == len(keys) else "missing"), settled)
+
+    def _read_batch(self, batch: _Batch) -> _BatchRead:
+        """On a reading thread."""
+        for done, (slot, buffer) in enumerate(zip(batch.slots, batch.buffers, strict=True)):
+            try:
+                self._slots.read(slot, buffer)
+            except (OSError, Damaged) as error:
+                return _BatchRead(done, error)
+        return _BatchRead(len(batch.slots), None)
+
+    def _came(self, keys: Sequence[BlockKey], jobs: Sequence[Job[_BatchRead]], batch_blocks: int, count: int, *,
+              late: bool) -> tuple[int, str]:
+        """How many leading blocks are there, and why not ``count``."""
+        now = self._clock.monotonic()
+        came, why = 0, ""
+        for number, job in enumerate(jobs):
+            if not job.future.done() or job.future.cancelled():
+                if late:  # not because the caller had no time
+                    self._fail("read", "stalled", "too slow")
+                    self._breaker.stalled(now)
+                why = why or "stalled"
+                break
+            result = job.future.result()
+            came = came if why else number * batch_blocks + result.blocks
+            if result.error is not None:
+                lost = keys[number * batch_blocks + result.blocks]
+                mine = "corrupt" if isinstance(result.error, Damaged) else "error"
+                why = why or mine
+                self._fail("read", mine, str(result.error))
+                if mine == "error":
+                    self._breaker.failed(now)
+                self.lose([lost], "corrupt")
+            else:
+                self._breaker.succeeded()
+        if not why and came < count:
+            why = "busy"
+        return came, why
+
+    def _settle(self, operation: OperationId, jobs: Sequence[Job[_BatchRead]]) -> asyncio.Future[None] | None:
+        """Gives up what has not begun, and ends ``operation`` once nothing runs any more."""
+        for job in jobs:
+            if not job.future.done():
+                self._readers.abandon(job)
+        running = [job.future for job in jobs if not job.future.done()]
+        if not running:
+            self._end(operation)
+            return None
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def wait() -> None:
+            try:
+                await asyncio.wait(running)
+            finally:
+                self._end(operation)
+                if not settled.done():
+                    settled.set_result(None)
+
+        self._spawn(wait(), f"ssd-settle-{operation}")
+        return settled
+
+    # --- changing ----------------------------------------------------------------------------------------------
+
+    async def write(self, blocks: Sequence[StoredBlock], buffers: Sequence[memoryview]) -> int:
+        """Copies ``blocks`` (up to ``WRITE_BLOCKS``, parents before children) from their ``buffers``; how many were
+        written. One whose parent is not here is left out.
+
+        Returns only when no thread reads the buffers any more, even if it is cancelled or the disk stalls: hold them
+        until then. Never raises for what the disk does.
+        """
+        if self.pause_left_s() or not blocks:
+            return 0
+        operation = OperationId(fresh("write", 4))
+        try:
+            plan = await self._plan_write(operation, blocks, buffers)
+            if not plan:
+                return 0
+            return await self._write(operation, plan)
+        finally:
+            self._end(operation)
+
+    async def _plan_write(self, operation: OperationId, blocks: Sequence[StoredBlock], buffers: Sequence[memoryview],
+                          ) -> list[tuple[int, StoredBlock, memoryview]]:
+        """A slot for each block that can be written now: its parent is here or is written before it."""
+        wanted: dict[BlockKey, tuple[StoredBlock, memoryview]] = {}
+        for block, buffer in zip(blocks, buffers, strict=True):
+            if self.pool.block(block.key) is not None:
+                continue
+            if block.depth and block.parent not in wanted and not self.holds(block.parent):
+                continue
+            if record.fits(block):
+                wanted[block.key] = msgspec.structs.replace(block, tier=Tier.SSD), buffer
+        if len(wanted) > self.pool.statistics().free:
+            await self._grow()
+        now = self._clock.monotonic()
+        chosen: list[tuple[int, StoredBlock, memoryview]] = []
+        keys: set[BlockKey] = set()
+        for block, buffer in wanted.values():
+            above = block.depth > 0 and block.parent not in keys
+            if above and not self.pool.pin(operation, [block.parent], now=now, use=False):
+                continue
+            allocation = self.pool.allocate(operation, 1, now=now)
+            if allocation is None:
+                break
+            self._tell_evicted(allocation.evicted, "capacity")
+            chosen.append((allocation.slots[0], block, buffer))
+            keys.add(block.key)
+        return chosen
+
+    async def _write(self, operation: OperationId, plan: Sequence[tuple[int, StoredBlock, memoryview]]) -> int:
+        def write() -> tuple[int, OSError | None]:
+            for done, (slot, block, buffer) in enumerate(plan):
+                try:
+                    self._slots.write(slot, block, buffer)
+                except OSError as error:
+                    return done, error
+            return len(plan), None
+
+        began_s = self._clock.monotonic()
+        job = self._writer.submit(write)
+        if job is None:
+            return 0
+        done, error = await self._see_through(job, self.timeout_s(len(plan)))
+        now = self._clock.monotonic()
+        metrics.SSD_SECONDS.labels(call="write").observe(now - began_s)
+        if error is None:
+            self._breaker.succeeded()
+        elif error.errno in FULL:
+            self._full(error)
+        else:
+            self._fail("write", "error", str(error))
+            self._breaker.failed(now)
+        stored = []
+        for slot, block, _ in plan[:done]:
+            if self.pool.seal(operation, slot, block, now=now):
+                stored.append(block)
+        metrics.SSD_WRITTEN_BLOCKS.inc(len(stored))
+        if stored:
+            self.on_stored(stored)
+        return done
+
+    async def _grow(self) -> None:
+        """Lets the file grow by an extent, when it may and the disk lets it."""
+        ready, most = self._slots.ready_slots, self.pool.statistics().total
+        if ready >= most or self._clock.monotonic() < self._full_until_s:
+            return
+        job = self._writer.submit(self._slots.grow)
+        if job is None:
+            return
+        try:
+            now_ready = await self._see_through(job, self._settings.timeout_s)
+        except OSError as error:
+            self._full(error)
+            return
+        growing = OperationId(fresh("grow", 4))
+        self.pool.move(range(ready, now_ready), _UNBACKED, growing)
+        self.pool.release(growing)
+
+    async def _see_through(self, job: Job[T], timeout_s: float) -> T:
+        """The job's result, however late: the memory it works on is in use until then. A late one trips the breaker."""
+        cancelled: asyncio.CancelledError | None = None
+        timeout: float | None = timeout_s
+        while not job.future.done():
+            try:
+                done, _ = await asyncio.wait({job.future}, timeout=timeout)
+            except asyncio.CancelledError as error:
+                cancelled, timeout = error, None
+                continue
+            if not done and timeout is not None:
+                self._fail("write", "stalled", f"not done after {timeout:.3g} s")
+                self._breaker.stalled(self._clock.monotonic())
+                timeout = None
+        if cancelled is not None:
+            raise cancelled
+        return job.future.result()
+
+    def lose(self, keys: Sequence[BlockKey], reason: str) -> list[BlockKey]:
+        """Drops blocks that cannot be used any more, and all that continues them; the keys that are gone."""
+        lost = self._with_descendants(keys)
+        self._doomed.update(lost)
+        if lost:
+            self.on_evicted(lost, reason)
+        self._bury()
+        return lost
+
+    def drop(self, keys: Sequence[BlockKey], reason: str) -> list[BlockKey]:
+        """Drops those of ``keys`` that nobody uses and nothing here continues; the keys that are gone."""
+        slots = {key: self.pool.slot(key) for key in keys if self.pool.block(key) is not None}
+        gone = self.pool.drop(list(slots))
+        self._erase([slots[key] for key in gone])
+        self._tell_evicted(gone, reason)
+        self._doomed.difference_update(gone)
+        return gone
+
+    def evict_tenant(self, tenant: str, count: int, reason: str) -> int:
+        """Evicts up to ``count`` of the tenant's blocks, coldest leaves first; how many went."""
+        gone = self.pool.evict_tenant(tenant, count, now=self._clock.monotonic())
+        self._tell_evicted(gone, reason)
+        return len(gone)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _tell_evicted(self, keys: Sequence[BlockKey], reason: str) -> None:
+        told = [key for key in keys if key not in self._doomed]
+        if told:
+            self.on_evicted(told, reason)
+        self._doomed.difference_update(keys)
+
+    def _with_descendants(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        children: dict[BlockKey, list[BlockKey]] = {}
+        for block in self.pool.blocks():
+            if block.depth:
+                children.setdefault(block.parent, []).append(block.key)
+        found: dict[BlockKey, None] = {}
+        waiting = [key for key in keys if self.pool.block(key) is not None]
+        while waiting:
+            key = waiting.pop()
+            if key not in found:
+                found[key] = None
+                waiting += children.get(key, [])
+        return [key for key in found if key not in self._doomed]
+
+    def _bury(self) -> None:
+        """Drops what is doomed and not pinned any more."""
+        if self._doomed:
+            slots = {key: self.pool.slot(key) for key in self._doomed}
+            gone = self.pool.drop(list(self._doomed))
+            self._doomed.difference_update(gone)
+            self._erase([slots[key] for key in gone])
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        """Forgets on the disk what the slots held. If that fails, a restart finds blocks that are good all the same."""
+        def erase() -> None:
+            for slot in slots:
+                try:
+                    self._slots.erase(slot)
+                except OSError as error:
+                    log.warning("action=ssd_erase_failed slot=%d error=%s", slot, error)
+                    return
+
+        if slots:
+            self._writer.submit(erase)
+
+    def _end(self, operation: OperationId) -> None:
+        self.pool.release(operation)
+        self._bury()
+
+    def _full(self, error: OSError) -> None:
+        self._full_until_s = self._clock.monotonic() + _FULL_PAUSE_S
+        metrics.SSD_FAILURES.labels(call="write", why="full").inc()
+        log.warning("action=ssd_full slots=%d error=%s", self._slots.ready_slots, error)
+
+    def _fail(self, call: str, why: str, message: str) -> None:
+        metrics.SSD_FAILURES.labels(call=call, why=why).inc()
+        log.warning("action=ssd_failed call=%s why=%s error=%s", call, why, message)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _close(self) -> None:
+        """Ends the threads and syncs; a disk that does not answer is left behind."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        ended = await asyncio.to_thread(self._end_threads)
+        if not ended:
+            log.error("action=ssd_left_behind why=%s", "a call to the disk does not end")
+
+    def _end_threads(self) -> bool:
+        if not all([threads.close(_CLOSE_S) for threads in (self._readers, self._writer)]):
+            return False
+        self._slots.close()
+        return True
+
+
+def _restored(slots: SlotFiles, most: int, policy: Policy, clock: Clock) -> BlockPool:
+    """A pool with what was found, each in its slot; slots without room on the disk belong to ``_UNBACKED``."""
+    pool, found = BlockPool(most, policy), slots.found.records
+    now, restoring = clock.monotonic(), OperationId("restore")
+    pool.allocate(_UNBACKED, most, now=now - 1.0)
+    pool.move(range(slots.ready_slots), _UNBACKED, restoring)
+    for number, (slot, held) in enumerate(found):
+        pool.seal(restoring, slot, held.block, now=now - 1.0 + number / len(found))
+    pool.release(restoring)
+    return pool
