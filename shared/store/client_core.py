@@ -1,0 +1,378 @@
+"""The calls of a store's client, as they run in the thread of whoever makes them (or in one that waits for them).
+
+A call goes to one worker after another until it is done: those said to have the value first, then those that it would
+belong to. Nobody is asked twice in one call, so there are no loops; every wait ends by the call's deadline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from shared.ids import BlockKey
+from shared.kv import CacheSpec
+from shared.store import door_frames as frames
+from shared.store.client_doors import BROKEN, BYTES, QUESTIONS, Call, Doors, Gone, Visit
+from shared.store.client_errors import (
+    CorruptValue,
+    EntryRefused,
+    ForeignSpec,
+    MissingParent,
+    NoStore,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+)
+from shared.store.client_map import Seat, Whereabouts
+from shared.store.client_memory import Part
+from shared.store.door_line import Closed, Late
+from shared.transfer.addresses import host_clock_s
+from shared.transfer.ledger import checksum
+
+CHUNK_BYTES = 8 << 20
+"""Values of one question of a batch: while they move, the next question is on its way."""
+WINDOW = 2
+"""Questions of one batch that are not answered yet."""
+MAX_ASKED = 4
+"""Workers that are asked for a value which nobody is known to have."""
+T = TypeVar("T")
+
+
+class Core:
+    """Thread-safe."""
+
+    def __init__(self, spec: CacheSpec, whereabouts: Whereabouts, doors: Doors) -> None:
+        self._spec, self._map, self._doors = spec, whereabouts, doors
+        self._nbytes = spec.block_bytes
+
+    # -- what there is to call ----------------------------------------------------------------------------------
+
+    def put(self, call: Call, blocks: Sequence[frames.Block], parts: Sequence[Part]) -> list[bool]:
+        """Whether each value was stored by this call: false for one that was there."""
+        stored = [False] * len(blocks)
+        todo = list(range(len(blocks)))
+        while todo:
+            seats = self._homes(blocks[todo[0]])
+            group = self._together(blocks, todo, seats[0])
+            done = self._put_somewhere(call, seats, [blocks[i] for i in group], [parts[i] for i in group])
+            for i, mark in zip(group, done, strict=True):
+                stored[i] = mark == frames.Mark.YES
+            taken = set(group)
+            todo = [i for i in todo if i not in taken]
+            orphan = next((i for i, mark in zip(group, done, strict=True) if mark == frames.Mark.ORPHAN), None)
+            if orphan is not None:
+                raise MissingParent(f"block {blocks[orphan].key.hex()[:12]} continues "
+                                    f"{blocks[orphan].parent.hex()[:12]}, which is not there; put a chain from its "
+                                    "start", stored)
+        return stored
+
+    def get(self, call: Call, keys: Sequence[BlockKey], parts: Sequence[Part]) -> list[bool]:
+        """Fills the parts of the values that are somewhere; what is in the other parts may have changed."""
+        def fetch(seat: Seat, wanted: Sequence[int]) -> list[bool]:
+            return self._fetch(call, seat, [keys[i] for i in wanted], [parts[i] for i in wanted])
+        return self._seek(call, keys, fetch)
+
+    def exists(self, call: Call, keys: Sequence[BlockKey]) -> list[bool]:
+        """Asks owners, not the map: what is true is said by them."""
+        def look(seat: Seat, wanted: Sequence[int]) -> list[bool]:
+            return [bool(mark) for mark in self._marks(
+                call, seat, lambda done: frames.Look(b"".join(keys[i] for i in wanted), done))]
+        return self._seek(call, keys, look)
+
+    def remove(self, call: Call, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether a copy of each was dropped; copies that somebody uses or that are continued stay."""
+        removed = [False] * len(keys)
+        for seat in self._map.seats:
+            try:
+                marks = self._marks(call, seat, lambda done: frames.Drop(b"".join(keys), done))
+            except (Gone, NoStore):
+                continue
+            for i, mark in enumerate(marks):
+                removed[i] |= bool(mark)
+                if mark:
+                    self._map.forget(keys[i], seat.worker)
+        return removed
+
+    def pin(self, call: Call, name: str, keys: Sequence[BlockKey], ttl_s: float) -> tuple[list[bool], list[Hold]]:
+        """Which of them are kept from now on, and the connections by which they are, each with its keys."""
+        holds: list[Hold] = []
+
+        def hold(seat: Seat, wanted: Sequence[int]) -> list[bool]:
+            packed = b"".join(keys[i] for i in wanted)
+            visit = self._doors.take(call, seat, QUESTIONS)
+            try:
+                marks = self._answer(call, visit, frames.Pin(name, packed, int(ttl_s * 1e3), visit.tell_done()))
+            except BaseException:
+                self._doors.drop(call, visit)
+                raise
+            call.lines.discard(visit.line)
+            if any(marks):
+                holds.append(Hold(visit, name, packed, ttl_s))
+            else:
+                visit.line.close()  # with it ends what it pins: nothing
+            return [bool(mark) for mark in marks]
+
+        try:
+            return self._seek(call, keys, hold), holds
+        except BaseException:
+            for held in holds:
+                held.visit.line.close()
+            raise
+
+    # -- whom to ask --------------------------------------------------------------------------------------------
+
+    def _seek(self, call: Call, keys: Sequence[BlockKey],
+              ask: Callable[[Seat, Sequence[int]], list[bool]]) -> list[bool]:
+        """Asks owners for those of ``keys`` that they are said to have, then others for what is left."""
+        found = [False] * len(keys)
+        if not self._map.seats:
+            raise self._nobody()
+        asked: list[set[Seat]] = [set() for _ in keys]
+        left: Sequence[int] = range(len(keys))
+        reached = False
+        why: Exception | None = None
+        while True:
+            groups: dict[Seat, list[int]] = {}
+            for i in left:
+                seat = self._next(keys[i], asked[i])
+                if seat is not None:
+                    groups.setdefault(seat, []).append(i)
+            if not groups:
+                break
+            for seat, wanted in groups.items():
+                for i in wanted:
+                    asked[i].add(seat)
+                try:
+                    marks = ask(seat, wanted)
+                except (Gone, NoStore, EntryRefused) as error:
+                    self._check(call, found)
+                    why = error
+                    continue
+                except Late:
+                    raise self._late(found) from None
+                reached = True
+                for i, mark in zip(wanted, marks, strict=True):
+                    found[i] = mark
+                    (self._map.learn if mark else self._map.forget)(keys[i], seat.worker)
+            left = [i for i in left if not found[i]]
+        if not reached and isinstance(why, StoreError):
+            raise why
+        return found
+
+    def _next(self, key: BlockKey, asked: set[Seat]) -> Seat | None:
+        for seat in self._map.owners(key):
+            if seat not in asked:
+                return seat
+        if len(asked) < MAX_ASKED:
+            for seat in self._map.ranked(key):
+                if seat not in asked:
+                    return seat
+        return None
+
+    def _homes(self, block: frames.Block) -> list[Seat]:
+        """Where a value may be put, best first: with its parent, where it belongs, and there where room is."""
+        seats = [seat for seat in self._map.ranked(BlockKey(block.key)) if seat.takes]
+        if block.depth:
+            parents = [seat for seat in self._map.owners(BlockKey(block.parent)) if seat.takes]
+            seats = parents + [seat for seat in seats if seat not in parents]
+        if not seats:
+            seats = [seat for seat in self._map.ranked(BlockKey(block.key))]  # they may have made room since they said
+        if not seats:
+            raise self._nobody()
+        return seats
+
+    def _together(self, blocks: Sequence[frames.Block], todo: Sequence[int], seat: Seat) -> list[int]:
+        """Which of ``todo`` go to ``seat`` together: what belongs there, and what continues that."""
+        group = [todo[0]]
+        keys = {blocks[todo[0]].key}
+        for i in todo[1:]:
+            block = blocks[i]
+            if block.parent in keys or (block.parent not in keys and not block.depth and self._homes(block)[0] == seat):
+                group.append(i)
+                keys.add(block.key)
+        return group
+
+    def _nobody(self) -> StoreError:
+        if self._map.foreign:
+            return ForeignSpec(f"no worker keeps values of {self._spec.model} as ours; {self._map.foreign}")
+        return NoStore(f"no worker keeps values of {self._spec.model} ({self._nbytes} bytes each); "
+                       "start one with `moonbus serve store`, with the same spec")
+
+    # -- put ----------------------------------------------------------------------------------------------------
+
+    def _put_somewhere(self, call: Call, seats: Sequence[Seat], blocks: Sequence[frames.Block],
+                       parts: Sequence[Part]) -> list[int]:
+        """First where there is room at once, then at the best place, waiting for it."""
+        full: StoreFull | None = None
+        gone: Exception | None = None
+        for seat in seats:
+            try:
+                return self._put_at(call, seat, blocks, parts, wait_s=0.0)
+            except StoreFull as error:
+                full = full or error
+            except (Gone, NoStore, EntryRefused) as error:
+                self._check(call, ())
+                gone = error
+            except Late:
+                raise self._late(()) from None
+        if full is None:
+            raise gone if isinstance(gone, StoreError) else NoStore(f"the value was not stored: {gone}")
+        try:
+            return self._put_at(call, seats[0], blocks, parts, wait_s=0.8 * call.left_s())
+        except Gone as error:
+            raise NoStore(f"the value was not stored: {error}") from error
+        except Late:
+            raise full from None
+
+    def _put_at(self, call: Call, seat: Seat, blocks: Sequence[frames.Block], parts: Sequence[Part], *,
+                wait_s: float) -> list[int]:
+        visit = self._doors.take(call, seat, BYTES)
+        size = self._chunk(visit, 4)
+        marks: list[int] = []
+        waiting: deque[Sequence[frames.Block]] = deque()
+        try:
+            for start in range(0, len(blocks), size):
+                if len(waiting) == WINDOW:
+                    marks += self._stored(call, visit, waiting.popleft())
+                some, their = blocks[start:start + size], parts[start:start + size]
+                sums = [checksum(part.array) for part in their] if visit.proofs else []
+                visit.put(call, list(some), their, sums, wait_s=wait_s)
+                waiting.append(some)
+            while waiting:
+                marks += self._stored(call, visit, waiting.popleft())
+        except BaseException as error:
+            self._doors.drop(call, visit)
+            raise self._seen(call, error, [mark == frames.Mark.YES for mark in marks]) from error
+        self._doors.give_back(call, visit)
+        return marks
+
+    def _stored(self, call: Call, visit: Visit, blocks: Sequence[frames.Block]) -> list[int]:
+        marks = self._marks_of(visit)
+        for block, mark in zip(blocks, marks, strict=True):
+            if mark != frames.Mark.ORPHAN:
+                self._map.learn(BlockKey(block.key), visit.seat.worker)
+        return marks
+
+    # -- get ----------------------------------------------------------------------------------------------------
+
+    def _fetch(self, call: Call, seat: Seat, keys: Sequence[BlockKey], parts: Sequence[Part]) -> list[bool]:
+        visit = self._doors.take(call, seat, QUESTIONS)
+        size = self._chunk(visit, 8)
+        starts = deque(range(0, len(keys), size))
+        waiting: deque[int] = deque()
+        found: list[bool] = []
+        try:
+            while starts or waiting:
+                while starts and len(waiting) < WINDOW:
+                    start = starts.popleft()
+                    millis = max(1, int(call.left_s() * 1e3))
+                    visit.ask(call, frames.Get(b"".join(keys[start:start + size]), millis, visit.tell_done()))
+                    waiting.append(start)
+                start = waiting.popleft()
+                found += self._receive(visit, parts[start:start + size])
+        except BaseException as error:
+            self._doors.drop(call, visit)
+            raise self._seen(call, error, found) from error
+        self._doors.give_back(call, visit)
+        return found
+
+    def _receive(self, visit: Visit, parts: Sequence[Part]) -> list[bool]:
+        """The answer to one GET."""
+        reply = visit.line.receive()
+        if isinstance(reply, frames.Denied):
+            raise _refusal(visit, reply)
+        if not isinstance(reply, frames.Found) or len(reply.slots) != len(parts):
+            raise frames.FrameError(f"{type(reply).__name__} is no answer to GET")
+        hits = [part for part, slot in zip(parts, reply.slots, strict=True) if slot != frames.MISSING]
+        if visit.memory is not None:
+            nbytes, memory = self._nbytes, visit.memory.array
+            for part, slot in zip(parts, reply.slots, strict=True):
+                if slot != frames.MISSING:
+                    np.copyto(part.array, memory[slot * nbytes:(slot + 1) * nbytes])
+            # In this order: its owner ends the stream before it takes a loan back.
+            if host_clock_s() > reply.until_s or visit.line.hung_up():
+                raise Closed
+            visit.done += 1
+        else:
+            for part in hits:
+                visit.line.receive_into(part.array.data)
+        if reply.checksums:
+            for part, sum in zip(hits, reply.checksums, strict=True):
+                if checksum(part.array) != sum:
+                    raise CorruptValue(f"a value of {self._nbytes} bytes from worker {visit.seat.worker} arrived with "
+                                       "other bytes than were sent")
+        return [slot != frames.MISSING for slot in reply.slots]
+
+    # -- one question -------------------------------------------------------------------------------------------
+
+    def _marks(self, call: Call, seat: Seat, question: Callable[[int], frames.Request]) -> list[int]:
+        visit = self._doors.take(call, seat, QUESTIONS)
+        try:
+            marks = self._answer(call, visit, question(visit.tell_done()))
+        except BaseException:
+            self._doors.drop(call, visit)
+            raise
+        self._doors.give_back(call, visit)
+        return marks
+
+    def _answer(self, call: Call, visit: Visit, question: frames.Request) -> list[int]:
+        try:
+            visit.ask(call, question)
+            return self._marks_of(visit)
+        except BROKEN as error:
+            raise Gone(f"worker {visit.seat.worker}: {error or type(error).__name__}") from error
+
+    def _marks_of(self, visit: Visit) -> list[int]:
+        reply = visit.line.receive()
+        if isinstance(reply, frames.Denied):
+            raise _refusal(visit, reply)
+        if not isinstance(reply, frames.Marks):
+            raise frames.FrameError(f"{type(reply).__name__} is no answer to this")
+        return reply.marks
+
+    def _chunk(self, visit: Visit, share: int) -> int:
+        """Values of one question: no more than the ``share``th part of what the worker has room for."""
+        return max(1, min(frames.MAX_KEYS, CHUNK_BYTES // self._nbytes, visit.door.num_blocks // share))
+
+    def _seen(self, call: Call, error: BaseException, done: list[bool]) -> BaseException:
+        """What a broken connection comes to."""
+        if isinstance(error, StoreError):
+            error.done = done
+            return error
+        if isinstance(error, BROKEN):
+            return Gone(str(error) or type(error).__name__)
+        return error
+
+    def _check(self, call: Call, done: Sequence[bool]) -> None:
+        if call.left_s() <= 0 or call.cancelled:
+            raise self._late(done)
+
+    def _late(self, done: Sequence[bool]) -> StoreTimeout:
+        return StoreTimeout("not done by the call's deadline", done)
+
+
+class Hold:
+    """What one worker keeps for a pin."""
+
+    def __init__(self, visit: Visit, name: str, keys: bytes, ttl_s: float) -> None:
+        self.visit, self._name, self._keys, self._ttl_s = visit, name, keys, ttl_s
+
+    def renew(self) -> None:
+        """Blocks. Raises what a broken connection raises; the pin has ended then, or will."""
+        self.visit.line.set_deadline(host_clock_s() + self._ttl_s / 3)
+        self.visit.line.send(frames.Pin(self._name, self._keys, int(self._ttl_s * 1e3)))
+        self.visit.line.receive()
+
+    def end(self) -> None:
+        """The connection's end is the pin's."""
+        self.visit.line.shutdown()
+        self.visit.line.close()
+
+
+def _refusal(visit: Visit, denied: frames.Denied) -> StoreError:
+    kind: type[StoreError] = {"full": StoreFull, "checksum": CorruptValue, "late": StoreTimeout}.get(
+        denied.code, StoreError)
+    return kind(f"worker {visit.seat.worker} refuses: {denied.why}")

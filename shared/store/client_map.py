@@ -1,0 +1,171 @@
+"""Which worker has what, as one client knows it. Pure: messages in, questions to owners out.
+
+A copy, as every view but the owner's is: it says whom to ask first, never that a value is there or is not. What an
+owner says at its door corrects it at once (:meth:`Whereabouts.learn`, :meth:`Whereabouts.forget`).
+
+The maps are read by the threads that serve calls while the event loop changes them: what they read is replaced as a
+whole or looked up by one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from shared.ids import BlockKey, HostId, Incarnation, WorkerId
+from shared.kv import CacheSpec, Tier, spec_difference, unpack_keys
+from shared.kv.feed import Action, Apply, Ask, FeedTracker, Reset
+from shared.membership import Changed, Joined, Membership, Unknown
+from shared.messages import Bye, Evicted, Hello, KvEvent, Load, Stored, SyncReply
+
+SUSPECT_AFTER_S, DEAD_AFTER_S = 3.0, 10.0
+MAX_INDEXED = 1_000_000
+"""Keys noted a worker; what comes on top is found by asking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker with our spec that is there."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    host: HostId
+    takes: bool
+    """May it get new values: alive, not draining, with room?"""
+
+
+class Whereabouts:
+    """Times are the caller's monotonic seconds."""
+
+    def __init__(self, spec: CacheSpec, host: HostId) -> None:
+        self._spec, self._digest, self._host = spec, spec.digest, host
+        self._membership = Membership(SUSPECT_AFTER_S, DEAD_AFTER_S)
+        self._feed = FeedTracker()
+        #: {worker: {key: where it lies}}
+        self._index: dict[WorkerId, dict[BlockKey, Tier]] = {}
+        self.seats: tuple[Seat, ...] = ()
+        """Who is there, in order of id."""
+        self.foreign = ""
+        """How the spec of a worker of the same name differs from ours, as it said last; empty if it does not."""
+
+    # -- what is heard ------------------------------------------------------------------------------------------
+
+    def hello(self, hello: Hello, now: float) -> list[Ask]:
+        """A worker registers."""
+        if hello.spec.digest != self._digest:
+            if hello.spec.model == self._spec.model:
+                self.foreign = f"worker {hello.worker}: {spec_difference(self._spec, hello.spec)}"
+            return []
+        actions: list[Action] = []
+        for change in self._membership.hello(hello, now=now):
+            if isinstance(change, Joined):
+                actions += self._feed.joined(hello.worker, hello.incarnation, now)
+                self._index[hello.worker] = {}
+            elif isinstance(change, Changed) and change.before == "dead":
+                actions += self._feed.joined(hello.worker, hello.incarnation, now)
+        self._seat()
+        return self._act(actions)
+
+    def load(self, load: Load, now: float) -> tuple[list[Ask], bool]:
+        """A heartbeat; also whether it is of somebody unknown, who may have our spec."""
+        changes = self._membership.load(load, now=now)
+        unknown = any(isinstance(change, Unknown) for change in changes)
+        actions: list[Action] = []
+        if not unknown:
+            for change in changes:
+                if isinstance(change, Changed) and change.before == "dead":
+                    actions += self._feed.joined(load.worker, load.incarnation, now)
+            actions += self._feed.heartbeat(load.worker, load.incarnation, load.kv_seq, now)
+            self._seat()
+        return self._act(actions), unknown
+
+    def bye(self, bye: Bye) -> None:
+        """An orderly leave."""
+        self._left(self._membership.bye(bye))
+
+    def event(self, event: KvEvent, now: float) -> list[Ask]:
+        """Blocks were stored or evicted."""
+        return self._act(self._feed.offer(event, now))
+
+    def synced(self, worker: WorkerId, reply: SyncReply, now: float) -> list[Ask]:
+        """An owner answered a question."""
+        return self._act(self._feed.synced(worker, reply, now))
+
+    def sync_failed(self, worker: WorkerId, incarnation: Incarnation, now: float) -> list[Ask]:
+        """It did not."""
+        return self._act(self._feed.sync_failed(worker, now, incarnation))
+
+    def deaf(self, now: float) -> None:
+        """Until now nobody could be heard."""
+        self._membership.deaf(now=now)
+
+    def tick(self, now: float) -> list[Ask]:
+        """Time has passed; call it a few times a second."""
+        self._left(self._membership.tick(now=now))
+        self._seat()
+        return self._act(self._feed.tick(now))
+
+    # -- what is known ------------------------------------------------------------------------------------------
+
+    def owners(self, key: BlockKey) -> list[Seat]:
+        """Those said to have it, nearest first."""
+        return sorted((seat for seat in self.seats if key in self._index.get(seat.worker, ())), key=self._distance)
+
+    def ranked(self, key: BlockKey) -> list[Seat]:
+        """Everybody, in the order in which ``key`` belongs to them: same host first, then by rendezvous hashing."""
+        if len(self.seats) == 1:
+            return list(self.seats)
+        return sorted(self.seats, key=lambda seat: (
+            self._distance(seat), -xxhash.xxh3_64_intdigest(seat.worker.encode() + key)))
+
+    def learn(self, key: BlockKey, worker: WorkerId) -> None:
+        """Its owner said that it has it."""
+        index = self._index.get(worker)
+        if index is not None and len(index) < MAX_INDEXED:
+            index[key] = Tier.DRAM
+
+    def forget(self, key: BlockKey, worker: WorkerId) -> None:
+        """Its owner said that it has not."""
+        self._index.get(worker, {}).pop(key, None)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _distance(self, seat: Seat) -> int:
+        return int(seat.host != self._host)
+
+    def _seat(self) -> None:
+        members = sorted(self._membership.members.items())
+        self.seats = tuple(
+            Seat(worker, member.hello.incarnation, member.hello.endpoint.host,
+                 member.state == "alive" and not member.draining
+                 and (member.load is None or member.load.free_blocks > 0))
+            for worker, member in members if member.state != "dead")
+
+    def _left(self, changes: Sequence[object]) -> None:
+        for change in changes:
+            if isinstance(change, Changed) and change.after == "dead":
+                self._feed.left(change.worker)
+                self._index[change.worker] = {}
+        self._seat()
+
+    def _act(self, actions: Sequence[Action]) -> list[Ask]:
+        asks: list[Ask] = []
+        for action in actions:
+            match action:
+                case Ask():
+                    asks.append(action)
+                case Reset(worker=worker, blocks=blocks):
+                    self._index[worker] = {block.key: block.tier for block in blocks[:MAX_INDEXED]}
+                case Apply(event=Stored() as event):
+                    index = self._index.setdefault(event.worker, {})
+                    for block in event.blocks:
+                        if len(index) < MAX_INDEXED:
+                            index[block.key] = block.tier
+                case Apply(event=Evicted() as event):
+                    index = self._index.setdefault(event.worker, {})
+                    for key in unpack_keys(event.keys):
+                        if index.get(key) == event.tier:  # it may have moved to another tier before it left this one
+                            del index[key]
+        return asks

@@ -1,0 +1,688 @@
+"""The door of a worker's store: where programs that are no workers put and get values.
+
+A client asks for it over the bus (:class:`shared.messages.OpenDoor`), whose permissions so say who may come, and gets
+addresses and a token. At the door it is served over a unix socket on the same host, over TCP otherwise; what is said
+there stands in :mod:`shared.store.door_frames`.
+
+Who does what: the pool belongs to the worker's event loop, so everything that looks at it happens there, and is short.
+A connection for questions is read by the loop itself. A connection for bytes has a thread, which copies or receives
+values into private slots that were allocated in advance (a *stock* of a few), so that only the commit needs the loop:
+commit comes before the answer, and nothing that is incomplete can be seen. Of two who put the same key the first wins.
+
+What a visit holds (loans, pins, stock, slots that are being filled) ends with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from math import inf
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shared.bus.bus import Bus, Delivery
+from shared.bus.subjects import DOOR
+from shared.clock import Clock
+from shared.errors import SettingError
+from shared.ids import BlockKey, HostId, Incarnation, OperationId, WorkerId, fresh
+from shared.kv import CacheSpec, unpack_keys
+from shared.messages import DoorOpened, DoorRefused, OpenDoor, StoredBlock
+from shared.store import door_frames as frames
+from shared.store.agent import StoreAgent
+from shared.store.door_line import Closed, Late, Line
+from shared.telemetry import metrics
+from shared.transfer import Segment, TransferSettings, host_id
+from shared.transfer.addresses import advertised_host, host_clock_s, join_address
+from shared.transfer.ledger import checksum
+from shared.transfer.plan import needs_checksums
+from shared.transfer.segment import MappedSegment
+from shared.transfer.shm import MAX_SOCKET_PATH_BYTES, check_clock, listen_shm
+from shared.transfer.tcp import LOCAL_QUEUE_BYTES, listen_tcp
+from shared.transfer.wire import keep_alive
+
+log = logging.getLogger(__name__)
+
+TOKEN_S = 60.0
+"""How long a token opens the door; connections that are open stay."""
+HANDSHAKE_S = 5.0
+LOAN_S = 2.0
+"""Longest time a client copies what it was shown; then its loan is over, whatever it does."""
+WATCH_S = 0.1
+MAX_VISITS = 256
+MAX_STOCK = 64
+STOCK_IDLE_S = 0.5
+"""A stock that nobody used for so long goes back to the pool."""
+MAX_LOANS = 64
+"""Of one connection, those included that are over and of which it has not said so."""
+MAX_PINS = 1024
+"""Pin operations of one connection."""
+_DRAIN_BYTES = 256 << 10
+_T = TypeVar("_T")
+_HITS, _MISSES, _PUTS = (metrics.STORE_DOOR_VALUES.labels(kind=kind) for kind in ("hit", "miss", "put"))
+
+
+@dataclass(slots=True)
+class _Hold:
+    """Blocks that are pinned for a client until ``until_s``: it copies them (a loan), or asked for it (a pin)."""
+
+    operation: OperationId
+    count: int
+    until_s: float
+    is_over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Visit:
+    """One connection. All of it belongs to the loop but ``line``, whose reading half belongs to the thread if any."""
+
+    line: Line
+    local: bool
+    """Over a unix socket: it sees our memory, and we see its."""
+    id: str
+    deadline_s: float | None
+    """By when it must have entered; ``None`` once it has."""
+    enter: frames.Enter | None = None
+    loans: deque[_Hold] = field(default_factory=deque)
+    """Oldest first; one that is over stays until the client says that it knows."""
+    pins: dict[str, _Hold] = field(default_factory=dict)
+    """{the client's name of the pin: what we hold for it}"""
+    thread: threading.Thread | None = None
+    stock: deque[int] = field(default_factory=deque)
+    """Private slots of :attr:`stock_operation`, for the thread to fill."""
+    stocked_s: float = 0.0
+    proofs: bool = False
+    ended: bool = False
+    sources: dict[int, MappedSegment] = field(default_factory=dict)
+    """{serial: memory of the client}; the thread's."""
+
+    @property
+    def stock_operation(self) -> OperationId:
+        return OperationId(f"{self.id}.stock")
+
+
+class Door:
+    """Made by :meth:`open`; everything runs on the agent's event loop unless it is said to be the thread's."""
+
+    def __init__(self, *, agent: StoreAgent, spec: CacheSpec, segment: Segment, num_blocks: int, bus: Bus,
+                 worker: WorkerId, incarnation: Incarnation, clock: Clock, settings: TransferSettings) -> None:
+        self._agent, self._spec, self._segment, self._num_blocks = agent, spec, segment, num_blocks
+        self._digest = spec.digest
+        self._block_bytes = spec.block_bytes
+        self._bus, self._worker, self._incarnation, self._clock = bus, worker, incarnation, clock
+        self._settings = settings
+        self._host = HostId(settings.host_id) if settings.host_id else host_id()
+        self._loop = asyncio.get_running_loop()
+        self._secret = secrets.token_bytes(32)
+        self._listeners: list[socket.socket] = []
+        self._visits: set[_Visit] = set()
+        self._waiting: set[asyncio.Task[Any]] = set()
+        """Threads wait for these to find room."""
+        self._held = 0
+        """Blocks that are pinned for clients, counted once for each that does."""
+        self._closing = False
+        self._shm = self._tcp = self._directory = ""
+        self._counted = 0
+        self._read_only = -1
+        """Descriptor of our memory that cannot be mapped for writing."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, *, agent: StoreAgent, spec: CacheSpec, segment: Segment, num_blocks: int, bus: Bus,
+                   worker: WorkerId, incarnation: Incarnation, clock: Clock,
+                   settings: TransferSettings | None = None) -> AsyncIterator[Door]:
+        """Lets clients in while the context is open; ``segment`` holds block i at ``i * spec.block_bytes``.
+
+        It listens where the transfer ``settings`` say (host, advertise, socket_dir, paths shm and tcp). Leaving ends
+        every visit and returns when their threads have. Raises :class:`SettingError`.
+        """
+        door = cls(agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,
+                   incarnation=incarnation, clock=clock, settings=settings or TransferSettings())
+        watch: asyncio.Task[None] | None = None
+        try:
+            door._listen()
+            serving = await bus.serve(DOOR.at(worker=worker), door._on_open)
+            try:
+                watch = asyncio.create_task(door._watch(), name="store-door-watch")
+                yield door
+            finally:
+                await serving.close()
+        finally:
+            if watch is not None:
+                watch.cancel()
+                await asyncio.wait([watch])
+            await door._close()
+
+    @property
+    def visits(self) -> int:
+        """Connections that are open."""
+        return len(self._visits)
+
+    # -- at the door --------------------------------------------------------------------------------------------
+
+    async def _on_open(self, delivery: Delivery) -> DoorOpened | DoorRefused:
+        ask: OpenDoor = delivery.message
+        if ask.spec != self._digest:
+            _count("open", "spec")
+            return DoorRefused(code="spec", message=f"worker {self._worker} keeps values of another cache spec: "
+                                                    f"{self._spec.model}, {self._block_bytes} bytes each")
+        _count("open", "ok")
+        expires_at_s = self._clock.wall() + TOKEN_S
+        token = frames.sign(self._secret, client=ask.client, incarnation=ask.incarnation, spec=ask.spec,
+                            tenant=ask.tenant, expires_at_s=expires_at_s)
+        return DoorOpened(worker=self._worker, incarnation=self._incarnation, host=self._host, shm=self._shm,
+                          tcp=self._tcp, token=token, expires_at_s=expires_at_s, block_bytes=self._block_bytes,
+                          num_blocks=self._num_blocks)
+
+    def _listen(self) -> None:
+        settings = self._settings
+        if "tcp" in settings.paths:
+            try:
+                sock, port = listen_tcp(settings.host)
+            except OSError as error:
+                raise SettingError("transfer_host", settings.host, f"an address of this host ({error})") from error
+            self._tcp = join_address(advertised_host(settings.host, settings.advertise), port)
+            self._accept_on(sock)
+        if "shm" in settings.paths and self._segment.mappable:
+            directory = settings.socket_dir
+            if not directory:
+                directory = self._directory = tempfile.mkdtemp(prefix="moonbus-")
+            path = os.path.abspath(os.path.join(directory, f"{fresh('d', 6)}.sock"))
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+                raise SettingError("transfer_socket_dir", directory, f"a path so short that {path} has at most "
+                                                                     f"{MAX_SOCKET_PATH_BYTES} bytes; /tmp is one")
+            try:
+                sock = listen_shm(path)
+            except OSError as error:
+                raise SettingError("transfer_socket_dir", directory, f"a writable directory ({error})") from error
+            self._shm = path
+            # What a client maps it must not be able to write by mistake.
+            self._read_only = os.open(f"/proc/self/fd/{self._segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            self._accept_on(sock)
+
+    def _accept_on(self, sock: socket.socket) -> None:
+        sock.listen(128)
+        sock.setblocking(False)
+        self._listeners.append(sock)
+        self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:  # out of descriptors, or a client that left while queued
+            log.warning("action=door_accept_failed error=%s", error)
+            return
+        if len(self._visits) >= MAX_VISITS:
+            _count("enter", "full")
+            sock.close()
+            return
+        local = sock.family == socket.AF_UNIX
+        if not local:
+            keep_alive(sock)
+        self._counted += 1
+        visit = _Visit(Line(sock, frames.decode_request), local, f"door-{self._counted}", host_clock_s() + HANDSHAKE_S)
+        self._visits.add(visit)
+        self._loop.add_reader(sock.fileno(), self._hear, visit)
+
+    def _hear(self, visit: _Visit) -> None:
+        """Something can be read of a visit that has no thread."""
+        try:
+            for body in visit.line.receive_now():
+                if visit.enter is None:
+                    self._let_in(visit, body)
+                else:
+                    self._answer(visit, self._serve(visit, body))
+        except (Closed, OSError):
+            self._end(visit)
+        except frames.FrameError as error:
+            log.info("action=door_visit_dropped why=%r", str(error))
+            _count("frame", "protocol")
+            self._end(visit)
+
+    def _let_in(self, visit: _Visit, body: object) -> None:
+        if not isinstance(body, frames.Enter):
+            raise frames.FrameError(f"first frame is {type(body).__name__}, not Enter")
+        why = self._objection(visit, body)
+        if why:
+            _count("enter", why[0])
+            self._answer(visit, frames.Denied(*why))
+            self._cut(visit)
+            return
+        _count("enter", "ok")
+        visit.enter, visit.deadline_s = body, None
+        visit.proofs = needs_checksums(self._settings.proofs, "shm" if visit.local else "tcp", self._host, body.host)
+        entered = frames.Entered(self._worker, self._incarnation, visit.proofs)
+        descriptors = [self._read_only] if visit.local else []
+        if not visit.line.send_now(entered, descriptors):
+            self._end(visit)
+        elif body.serves or not visit.local:
+            self._loop.remove_reader(visit.line.fileno())
+            visit.line.set_blocking()
+            if not visit.local and body.host == self._host:
+                visit.line.shorten_queues(LOCAL_QUEUE_BYTES)
+            visit.thread = threading.Thread(target=self._move, args=(visit,), name=f"{self._worker}-{visit.id}",
+                                            daemon=True)
+            visit.thread.start()
+
+    def _objection(self, visit: _Visit, enter: frames.Enter) -> tuple[str, str] | None:
+        """Code and reason why it is not let in."""
+        if enter.version != frames.VERSION:
+            return "version", f"this door speaks version {frames.VERSION}, not {enter.version}"
+        token = frames.sign(self._secret, client=enter.client, incarnation=enter.incarnation, spec=enter.spec,
+                            tenant=enter.tenant, expires_at_s=enter.expires_at_s)
+        if not compare_digest(token, enter.token):
+            return "token", "the token is not of this door, or not for this client"
+        if enter.expires_at_s <= self._clock.wall():
+            return "token", f"the token expired {self._clock.wall() - enter.expires_at_s:.1f} s ago"
+        if visit.local:
+            try:
+                check_clock(enter.clock_s)
+            except Exception as error:
+                return "clock", str(error)
+        return None
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def _serve(self, visit: _Visit, body: object) -> frames.Reply:
+        """Does what does not move bytes; also for threads, which ask the loop to."""
+        match body:
+            case frames.Get():
+                self._end_loans(visit, body.done)
+                return self._lend(visit, body)
+            case frames.Look():
+                self._end_loans(visit, body.done)
+                return frames.Marks([self._agent.pool.block(key) is not None for key in unpack_keys(body.keys)])
+            case frames.Drop():
+                self._end_loans(visit, body.done)
+                return self._drop(body)
+            case frames.Pin():
+                self._end_loans(visit, body.done)
+                return self._pin(visit, body)
+            case frames.Unpin():
+                self._end_loans(visit, body.done)
+                pin = visit.pins.pop(body.operation, None)
+                if pin is not None:
+                    self._end_hold(pin)
+                return frames.Marks([int(pin is not None)])
+        raise frames.FrameError(f"{type(body).__name__} has no business on this connection")
+
+    def _lend(self, visit: _Visit, ask: frames.Get) -> frames.Found | frames.Denied:
+        keys = unpack_keys(ask.keys)
+        if len(visit.loans) >= MAX_LOANS:
+            raise frames.FrameError(f"{MAX_LOANS} loans are open, and it says of none that it is done")
+        if not self._may_hold(len(keys)):
+            return self._denied("get", "full", f"clients have {self._held} of {self._num_blocks} blocks in use already")
+        operation = self._operation(visit)
+        slots = [self._pin_one(operation, key) for key in keys]
+        until_s = host_clock_s() + min(LOAN_S, ask.timeout_ms / 1e3)
+        self._held += len(keys)
+        visit.loans.append(_Hold(operation, len(keys), until_s))
+        found = [slot for slot in slots if slot != frames.MISSING]
+        _HITS.inc(len(found))
+        _MISSES.inc(len(slots) - len(found))
+        sums = [checksum(self._bytes(slot)) for slot in found] if visit.proofs and visit.local else []
+        return frames.Found(slots, until_s, sums)
+
+    def _may_hold(self, count: int) -> bool:
+        """Clients may keep half of the blocks from being evicted, not more: a worker needs room for its own work."""
+        return self._held + count <= max(4, self._num_blocks // 2)
+
+    def _end_hold(self, hold: _Hold) -> None:
+        hold.is_over = True
+        self._held -= hold.count
+        self._agent.release(hold.operation)
+
+    def _denied(self, kind: str, code: str, why: str) -> frames.Denied:
+        _count(kind, code)
+        return frames.Denied(code, why)
+
+    def _pin_one(self, operation: OperationId, key: BlockKey) -> int:
+        slots = self._agent.pin(operation, [key])
+        return slots[0] if slots else frames.MISSING
+
+    def _drop(self, ask: frames.Drop) -> frames.Marks:
+        marks = []
+        for key in unpack_keys(ask.keys):
+            dropped = self._agent.pool.drop([key])
+            self._agent.announce_evicted(dropped, "removed")
+            marks.append(int(key in dropped))
+        _count("drop", "ok")
+        return frames.Marks(marks)
+
+    def _pin(self, visit: _Visit, ask: frames.Pin) -> frames.Reply:
+        keys, pin = unpack_keys(ask.keys), visit.pins.get(ask.operation)
+        if pin is None:
+            if len(visit.pins) >= MAX_PINS or not self._may_hold(len(keys)):
+                return self._denied("pin", "full", f"clients have {self._held} of {self._num_blocks} blocks in use "
+                                                   f"already, this one by {len(visit.pins)} pins")
+            pin = visit.pins[ask.operation] = _Hold(self._operation(visit), len(keys), 0.0)
+            self._held += len(keys)
+        elif len(keys) != pin.count:
+            raise frames.FrameError(f"a pin of {pin.count} blocks is renewed for {len(keys)}")
+        pin.until_s = host_clock_s() + ask.ttl_ms / 1e3
+        return frames.Marks([int(self._pin_one(pin.operation, key) != frames.MISSING) for key in keys])
+
+    def _answer(self, visit: _Visit, body: frames.Reply) -> None:
+        """From the loop, whoever reads the connection; whoever does not read its answers loses it."""
+        if visit.ended:
+            return
+        try:
+            if visit.line.send_now(body):
+                return
+        except OSError:
+            pass  # it is gone
+        self._cut(visit)
+
+    # -- bytes: the thread's ------------------------------------------------------------------------------------
+
+    def _move(self, visit: _Visit) -> None:
+        """Thread: serves one connection until it ends."""
+        line = visit.line
+        try:
+            while True:
+                line.set_idle()
+                body = line.receive()
+                if isinstance(body, frames.Put):
+                    self._take(visit, body)
+                elif isinstance(body, frames.Get) and not visit.local:
+                    self._give(visit, body)
+                else:
+                    self._call(self._answer_from, visit, body)
+        except (Closed, OSError, Late, _Stopped):
+            pass  # the normal end
+        except frames.FrameError as error:
+            log.info("action=door_visit_dropped why=%r", str(error))
+            _count("frame", "protocol")
+        except Exception:
+            log.exception("action=door_visit_failed")
+        finally:
+            line.shutdown()
+            for source in visit.sources.values():
+                source.close()
+            self._tell(self._end, visit)
+
+    async def _answer_from(self, visit: _Visit, body: object) -> None:
+        self._answer(visit, self._serve(visit, body))
+
+    def _take(self, visit: _Visit, ask: frames.Put) -> None:
+        """Thread: the bytes of a PUT into private slots; the loop commits them, and answers."""
+        line, count = visit.line, len(ask.blocks)
+        self._attach(visit, ask.attached)
+        line.set_deadline(host_clock_s() + max(0.001, ask.timeout_ms / 1e3))
+        slots = self._slots_for(visit, count, ask.wait_ms / 1e3)
+        if slots is None:
+            if not ask.sources:
+                self._drain(line, count * self._block_bytes)
+            self._tell(self._refuse, visit, "full", f"no room for {count} values of {self._block_bytes} bytes at "
+                       f"{self._worker} within {ask.wait_ms} ms: all it has is in use")
+            return
+        try:
+            for i, slot in enumerate(slots):
+                landing = self._bytes(slot)
+                if ask.sources:
+                    np.copyto(landing, self._source(visit, ask.sources[i]))
+                else:
+                    line.receive_into(landing.data)
+            wrong = [i for i, sum in enumerate(ask.checksums) if checksum(self._bytes(slots[i])) != sum]
+        except BaseException:
+            self._tell(self._give_back, visit, slots)
+            raise
+        if wrong or (visit.proofs and not ask.checksums):
+            self._tell(self._give_back, visit, slots)
+            why = f"value {wrong[0]} came with other bytes than were sent" if wrong else "checksums are demanded here"
+            self._tell(self._refuse, visit, "checksum", why)
+        elif ask.sources and not (host_clock_s() <= ask.deadline_s and not line.hung_up()):
+            # Its memory may have changed under us: the client has given up, or is no more.
+            self._tell(self._give_back, visit, slots)
+            self._tell(self._refuse, visit, "late", "copied after the client's deadline")
+        else:
+            self._tell(self._commit, visit, ask, slots)
+
+    def _give(self, visit: _Visit, ask: frames.Get) -> None:
+        """Thread: the bytes that a GET over TCP wants."""
+        found = self._call(self._lend_to_thread, visit, ask)
+        if isinstance(found, frames.Denied):
+            self._tell(self._answer, visit, found)
+            return
+        landings = [self._bytes(slot) for slot in found.slots if slot != frames.MISSING]
+        sums = [checksum(landing) for landing in landings] if visit.proofs else []
+        visit.line.set_deadline(host_clock_s() + max(0.001, ask.timeout_ms / 1e3))
+        visit.line.send(frames.Found(found.slots, found.until_s, sums), [landing.data for landing in landings])
+        self._tell(self._end_loans, visit, 1)
+
+    async def _lend_to_thread(self, visit: _Visit, ask: frames.Get) -> frames.Found | frames.Denied:
+        found = self._lend(visit, ask)
+        if isinstance(found, frames.Found):
+            visit.loans[-1].until_s = inf  # it is our thread that reads, by a deadline, or the visit ends
+        return found
+
+    def _slots_for(self, visit: _Visit, count: int, wait_s: float) -> list[int] | None:
+        """Thread: out of the stock, and what is missing from the pool; ``None`` when there is no room in time."""
+        slots = _pop(visit.stock, count)
+        if len(slots) < count:
+            more = self._call(self._allocate, visit, count - len(slots), wait_s)
+            if more is None:
+                self._tell(self._give_back, visit, slots)
+                return None
+            slots += more
+        return slots
+
+    def _attach(self, visit: _Visit, serials: Sequence[int]) -> None:
+        for serial in serials:
+            if not visit.line.descriptors or len(visit.sources) >= 64:
+                raise frames.FrameError(f"memory {serial} came without a descriptor, or is one of too many")
+            try:
+                visit.sources[serial] = MappedSegment(visit.line.descriptors.popleft())
+            except (OSError, ValueError, OverflowError) as error:
+                raise frames.FrameError(f"memory {serial} cannot be mapped: {error}") from error
+
+    def _source(self, visit: _Visit, source: frames.Source) -> Any:
+        mapped = visit.sources.get(source.serial)
+        if mapped is None or source.offset + self._block_bytes > len(mapped.array):
+            raise frames.FrameError(f"{self._block_bytes} bytes at {source.offset} of memory {source.serial} "
+                                    "were not handed over")
+        return mapped.array[source.offset:source.offset + self._block_bytes]
+
+    def _drain(self, line: Line, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, _DRAIN_BYTES)))
+        while nbytes:
+            part = scratch[:min(nbytes, len(scratch))]
+            line.receive_into(part)
+            nbytes -= len(part)
+
+    def _bytes(self, slot: int) -> Any:
+        """uint8[block_bytes] of our memory."""
+        return self._segment.array[slot * self._block_bytes:(slot + 1) * self._block_bytes]
+
+    # -- between the two ----------------------------------------------------------------------------------------
+
+    def _tell(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Thread: lets the loop call it; in the order told."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _call(self, function: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any) -> _T:
+        """Thread: lets the loop run it, and waits; raises :class:`_Stopped` once the door closes."""
+        if self._closing:
+            raise _Stopped
+        return asyncio.run_coroutine_threadsafe(self._owned(function(*arguments)), self._loop).result()
+
+    async def _owned(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            if self._closing:
+                work.close()
+                raise _Stopped
+            return await work
+        except asyncio.CancelledError:
+            raise _Stopped from None
+        finally:
+            self._waiting.discard(task)
+
+    async def _allocate(self, visit: _Visit, count: int, wait_s: float) -> list[int] | None:
+        if count > self._num_blocks:
+            return None
+        slots = self._agent.allocate(visit.stock_operation, count)
+        if slots is None and wait_s > 0:
+            try:
+                async with asyncio.timeout(wait_s):
+                    return await self._agent.wait_allocate(visit.stock_operation, count)
+            except TimeoutError:
+                return None
+        return slots
+
+    def _commit(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> None:
+        """Values that are complete become visible; then the answer, and a new stock."""
+        if visit.ended:
+            return  # its slots went back with it
+        agent, enter = self._agent, visit.enter
+        assert enter is not None
+        operation = self._operation(visit)
+        agent.pool.move(slots, visit.stock_operation, operation)
+        marks: list[int] = []
+        for block, slot in zip(ask.blocks, slots, strict=True):
+            key, parent = BlockKey(block.key), BlockKey(block.parent)
+            if agent.pool.block(key) is not None:
+                marks.append(frames.Mark.NO)
+            elif block.depth > 0 and agent.pool.block(parent) is None:
+                marks.append(frames.Mark.ORPHAN)
+            else:
+                agent.seal(operation, slot, StoredBlock(
+                    key=key, parent=parent, depth=block.depth, nbytes=self._block_bytes, origin="received",
+                    source=WorkerId(enter.client), tenant=enter.tenant, tokens=block.tokens))
+                marks.append(frames.Mark.YES)
+        agent.release(operation)
+        _PUTS.inc(marks.count(frames.Mark.YES))
+        self._answer(visit, frames.Marks(marks))
+        self._restock(visit, len(slots))
+
+    def _restock(self, visit: _Visit, count: int) -> None:
+        """As much as was just used, as long as that is a small part of what there is."""
+        count = min(count, MAX_STOCK, self._agent.pool.available // 8) - len(visit.stock)
+        visit.stocked_s = host_clock_s()
+        if count > 0 and not visit.ended:
+            visit.stock.extend(self._agent.allocate(visit.stock_operation, count) or ())
+
+    def _give_back(self, visit: _Visit, slots: Sequence[int]) -> None:
+        if slots and not visit.ended:
+            operation = self._operation(visit)
+            self._agent.pool.move(slots, visit.stock_operation, operation)
+            self._agent.release(operation)
+
+    def _refuse(self, visit: _Visit, code: str, why: str) -> None:
+        self._answer(visit, self._denied("put", code, why))
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def _operation(self, visit: _Visit) -> OperationId:
+        self._counted += 1
+        return OperationId(f"{visit.id}.{self._counted}")
+
+    def _end_loans(self, visit: _Visit, count: int) -> None:
+        for _ in range(min(count, len(visit.loans))):
+            loan = visit.loans.popleft()
+            if not loan.is_over:
+                self._end_hold(loan)
+
+    async def _watch(self) -> None:
+        """Ends what is overdue."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now_s = host_clock_s()
+            for visit in list(self._visits):
+                if visit.deadline_s is not None and visit.deadline_s <= now_s:
+                    _count("enter", "late")
+                    self._cut(visit)
+                for loan in visit.loans:
+                    if loan.until_s <= now_s and not loan.is_over:
+                        self._end_hold(loan)
+                for name in [name for name, pin in visit.pins.items() if pin.until_s <= now_s]:
+                    self._end_hold(visit.pins.pop(name))
+                if visit.stock and visit.stocked_s + STOCK_IDLE_S <= now_s:
+                    self._give_back(visit, _pop(visit.stock, len(visit.stock)))
+
+    def _cut(self, visit: _Visit) -> None:
+        """Ends a connection; a thread that serves it ends it itself."""
+        if visit.thread is None:
+            self._end(visit)
+        else:
+            visit.line.shutdown()
+
+    def _end(self, visit: _Visit) -> None:
+        """Takes back what a visit held: nobody fills its slots any more. Idempotent."""
+        if visit.ended:
+            return
+        visit.ended = True
+        self._visits.discard(visit)
+        if visit.thread is None:
+            self._loop.remove_reader(visit.line.fileno())
+        visit.line.shutdown()  # before anything is taken back: a client that copies looks at the line afterwards
+        for hold in (*visit.loans, *visit.pins.values()):
+            if not hold.is_over:
+                self._end_hold(hold)
+        self._agent.release(visit.stock_operation)
+        visit.line.close()
+
+    async def _close(self) -> None:
+        self._closing = True
+        for sock in self._listeners:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        visits = list(self._visits)
+        for visit in visits:
+            self._cut(visit)
+        for task in self._waiting:
+            task.cancel()
+        threads = [visit.thread for visit in visits if visit.thread is not None]
+        await asyncio.to_thread(_join, threads)
+        for visit in visits:
+            self._end(visit)
+        await asyncio.to_thread(self._forget_address)
+
+    def _forget_address(self) -> None:
+        if self._read_only >= 0:
+            os.close(self._read_only)
+        if self._shm:
+            Path(self._shm).unlink(missing_ok=True)
+        if self._directory:
+            os.rmdir(self._directory)
+
+
+class _Stopped(Exception):
+    """The door closes."""
+
+
+def _pop(stock: deque[int], most: int) -> list[int]:
+    """Up to so many of them; others may take some meanwhile."""
+    slots: list[int] = []
+    try:
+        while len(slots) < most:
+            slots.append(stock.popleft())
+    except IndexError:
+        pass
+    return slots
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
+def _count(kind: str, outcome: str) -> None:
+    metrics.STORE_DOOR_REQUESTS.labels(kind=kind, outcome=outcome).inc()
