@@ -1,0 +1,61 @@
+"""Files that do what disks do on bad days: fail, fill up, stall, tear."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.store.ssd.files import DiskFile, File
+
+
+@dataclass
+class FaultyFiles:
+    """Real files; the faults hold for all of them from when they are set."""
+
+    read_errno: int = 0
+    write_errno: int = 0
+    allocate_errno: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    """Reads and writes of blocks wait for it."""
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Counts the calls that reached the gate while it was shut."""
+    log: list[tuple[str, int, bytes]] = field(default_factory=list)
+    """(file name, offset, bytes) of every write, in order."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def open(self, path: Path) -> File:
+        return _FaultyFile(path, self)
+
+    def wait(self) -> None:
+        if not self.gate.is_set():
+            self.entered.release()
+            self.gate.wait()
+
+
+class _FaultyFile(DiskFile):
+    def __init__(self, path: Path, faults: FaultyFiles) -> None:
+        super().__init__(path)
+        self._name, self._faults = path.name, faults
+
+    def read(self, buffer: memoryview, offset: int) -> int:
+        self._faults.wait()
+        _fail(self._faults.read_errno)
+        return super().read(buffer, offset)
+
+    def write(self, buffer: bytes | memoryview, offset: int) -> None:
+        self._faults.wait()
+        _fail(self._faults.write_errno)
+        self._faults.log.append((self._name, offset, bytes(buffer)))
+        super().write(buffer, offset)
+
+    def allocate(self, nbytes: int) -> None:
+        _fail(self._faults.allocate_errno)
+        super().allocate(nbytes)
+
+
+def _fail(code: int) -> None:
+    if code:
+        raise OSError(code, "injected")

@@ -1,0 +1,103 @@
+"""What is copied to the SSD, in which order, and when the SSD is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.ids import BlockKey, OperationId
+from shared.messages import StoredBlock
+from shared.store.blocks import BlockPool
+from shared.store.policies import make
+from shared.store.policies.lru import Lru
+from shared.store.tiers import Breaker, plan_demotion
+from tests.support.blocks import make_chain
+
+
+def filled(*chains: list[StoredBlock], slots: int = 16, policy: Lru | None = None) -> BlockPool:
+    """A pool that holds ``chains``, the first one the coldest."""
+    pool = BlockPool(slots, policy or make("lru"))
+    for now, blocks in enumerate(chains):
+        operation = OperationId(f"fill-{now}")
+        allocation = pool.allocate(operation, len(blocks), now=now)
+        assert allocation is not None
+        for slot, block in zip(allocation.slots, blocks, strict=True):
+            pool.seal(operation, slot, block, now=now)
+        pool.release(operation)
+    return pool
+
+
+def plan(pool: BlockPool, *, held: Callable[[BlockKey], bool] = lambda key: False, ahead: float = 1.0,
+         limit: int = 100, fits: Callable[[StoredBlock], bool] = lambda block: True,
+         least_odds: float = 0.0) -> list[StoredBlock]:
+    return plan_demotion(pool, held=held, fits=fits, ahead=ahead, least_odds=least_odds, limit=limit, now=99.0)
+
+
+def test_ancestors_go_before_the_block_that_is_cold() -> None:
+    a, b = make_chain("a", 4), make_chain("b", 4)
+    assert plan(filled(a, b)) == a + b
+    assert plan(filled(b, a), limit=3) == b[:3]
+
+
+def test_only_as_much_as_will_be_needed_next() -> None:
+    a, b = make_chain("a", 8), make_chain("b", 4)
+    pool = filled(a, b, slots=16)
+    assert plan(pool, ahead=0.25) == [], "four slots are free"
+    assert plan(pool, ahead=0.5) == a, "the deepest four of a, which need the others"
+
+
+def test_what_is_there_is_not_copied_again() -> None:
+    a = make_chain("a", 4)
+    there = {block.key for block in a[:2]}
+    assert plan(filled(a), held=there.__contains__) == a[2:]
+
+
+def test_one_that_does_not_fit_keeps_what_needs_it_away_and_nothing_else() -> None:
+    a, b = make_chain("a", 3), make_chain("b", 3)
+    assert plan(filled(a, b), fits=lambda block: block.key != a[1].key) == [a[0], *b]
+
+
+def test_what_is_not_worth_it_stays() -> None:
+    class Doubtful(Lru):
+        def reuse_odds(self, key: BlockKey) -> float:
+            return 0.5 if key == a[2].key else 0.01
+
+    a, b = make_chain("a", 4), make_chain("b", 2)
+    assert plan(filled(a, b, policy=Doubtful()), least_odds=0.1) == a[:3], "the likely one, and what it continues"
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sets(st.integers(0, 29)), st.floats(0, 1),
+       st.integers(1, 40))
+def test_every_parent_is_there_before_its_child(lengths: list[int], some: set[int], ahead: float, limit: int) -> None:
+    chains = [make_chain(str(number), length) for number, length in enumerate(lengths)]
+    pool = filled(*chains, slots=30)
+    there = {block.key for number, blocks in enumerate(chains) for block in blocks[:number if number in some else 0]}
+    chosen = plan(pool, held=there.__contains__, ahead=ahead, limit=limit)
+    assert len(chosen) <= limit and len({block.key for block in chosen}) == len(chosen)
+    for block in chosen:
+        assert block.key not in there
+        assert block.depth == 0 or block.parent in there
+        there.add(block.key)
+    pool.check_invariants()
+
+
+def test_the_breaker_pauses_longer_each_time_until_all_is_well() -> None:
+    breaker = Breaker(failures=3, pause_s=5.0, max_pause_s=15.0)
+    for _ in range(2):
+        breaker.failed(0.0)
+    assert breaker.allows(0.0)
+    breaker.failed(0.0)
+    assert not breaker.allows(4.9) and breaker.pause_left_s(3.0) == 2.0 and breaker.allows(5.0)
+    breaker.failed(4.0)  # was under way
+    assert breaker.allows(5.0) and breaker.trips == 1
+    breaker.failed(5.0)
+    assert not breaker.allows(14.9) and breaker.allows(15.0)
+    breaker.stalled(15.0)
+    assert not breaker.allows(29.9) and breaker.allows(30.0)
+    breaker.succeeded()
+    breaker.failed(31.0)
+    assert breaker.allows(31.0)
+    breaker.stalled(31.0)
+    assert breaker.allows(36.0) and breaker.trips == 4
