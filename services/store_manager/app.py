@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from services.store_manager.leadership import Leadership
+from services.store_manager.planning import PlannerShell
 from services.store_manager.settings import Settings
 from services.store_manager.shell import DATABASE_CONNECTIONS, StoreManagerShell
 from shared.bus.nats import NatsBus
@@ -37,16 +39,26 @@ def main(overrides: Mapping[str, Any]) -> int:
         ):
             await require_schema(database)
             await bus.ensure(STREAMS, (consumer,))
-            shell = StoreManagerShell(settings, bus, Catalog(database), consumer, SystemClock(), name)
-            async with shell.open() as running:
-                lifecycle.ready(database=database.name)
+            clock = SystemClock()
+            shell = StoreManagerShell(settings, bus, Catalog(database), consumer, clock, name)
+            planner = PlannerShell(settings, bus, clock, name)
+            leadership = Leadership(bus, clock, name, settings.lease_s, (shell.lead, planner.driver.feed))
+            planner.leadership = leadership
+            async with shell.open() as archiving, planner.open() as planning:
+                leading = asyncio.create_task(leadership.run(), name="store-manager lease")
                 stopping = asyncio.create_task(lifecycle.stopping.wait(), name="wait for stop")
+                lifecycle.ready(database=database.name)
+                running = {archiving, planning, leading}
                 try:
-                    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     stopping.cancel()
-                if running.done():
-                    await running
+                    leading.cancel()
+                    await asyncio.wait({leading})
+                    await leadership.give_back()
+                for task in running:
+                    if task.done() and not task.cancelled():
+                        task.result()
                 await shell.drain()
 
     return run("store-manager", name, settings, body)

@@ -17,12 +17,15 @@ from services.store_manager.core.events import (
     Entry,
     Fetched,
     FetchFailed,
+    Led,
+    Maintained,
     Marked,
     MarkFailed,
     Reconciled,
     ReconcileFailed,
     Reconnected,
     Started,
+    Unled,
     WriteFailed,
     Written,
 )
@@ -81,8 +84,8 @@ class StoreManagerShell:
             StoreManager(settings.policy()), bus, clock, name="store-manager",
             effects={
                 do.Fetch: self._fetch, do.Write: self._write, do.Ack: self._ack, do.Discard: self._discard,
-                do.Reconcile: self._reconcile, do.Mark: self._mark, do.CallRoll: self._call_roll,
-                do.Report: self._report, do.Drained: self._end_drain,
+                do.Reconcile: self._reconcile, do.Mark: self._mark, do.Maintain: self._maintain,
+                do.CallRoll: self._call_roll, do.Report: self._report, do.Drained: self._end_drain,
             })
 
     @asynccontextmanager
@@ -111,6 +114,10 @@ class StoreManagerShell:
         """Takes nothing new and writes what is held, unless Postgres is away: then it will be delivered again."""
         self._driver.feed(Draining())
         await self._drained.wait()
+
+    def lead(self, event: Led | Unled) -> None:
+        """Whether what one store-manager does for all is ours to do."""
+        self._driver.feed(event)
 
     # Bus to machine.
 
@@ -213,6 +220,9 @@ class StoreManagerShell:
         except (Unavailable, Unwritable) as error:
             return MarkFailed(str(error))
         return Marked()
+
+    async def _maintain(self, effect: do.Maintain) -> Event:
+        return Maintained()
 
     async def _call_roll(self, effect: do.CallRoll) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the machine wants done. Of ``Fetch``, ``Write``, ``Reconcile`` and ``Mark`` one each is under way at a time."""
+"""What the machine wants done; of ``Fetch``, ``Write``, ``Reconcile``, ``Mark`` and ``Maintain`` one each at a time."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ class Mark(Effect, frozen=True):
     heard: tuple[Life, ...]
     dead: tuple[tuple[Life, str], ...]
     """With why."""
+
+
+class Maintain(Effect, frozen=True):
+    """Do the catalog's upkeep: partitions, retention; comes back as ``Maintained`` or ``MaintainFailed``."""
 
 
 class CallRoll(Effect, frozen=True):

@@ -29,6 +29,17 @@ class Reconnected(msgspec.Struct, frozen=True):
     """The bus was away and is back: what was said meanwhile was not heard."""
 
 
+class Led(msgspec.Struct, frozen=True):
+    """We lead, in ``term``, until ``until_s`` (monotonic seconds) unless more comes."""
+
+    term: int
+    until_s: float
+
+
+class Unled(msgspec.Struct, frozen=True):
+    """We do not lead."""
+
+
 class Draining(msgspec.Struct, frozen=True):
     """Take nothing new, write what is held."""
 
@@ -82,3 +93,11 @@ class MarkFailed(msgspec.Struct, frozen=True):
     why: str
 
 
+class Maintained(msgspec.Struct, frozen=True):
+    """A ``Maintain`` is done."""
+
+
+class MaintainFailed(msgspec.Struct, frozen=True):
+    """A ``Maintain`` could not be done."""
+
+    why: str

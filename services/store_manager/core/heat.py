@@ -60,6 +60,11 @@ class Heat:
         self._hot = {key for key in self._hot if self._scaled.get(key, 0.0) >= limit}
         return iter(sorted(self._hot, key=lambda key: (-self._scaled[key], key)))
 
+    @property
+    def hot_count(self) -> int:
+        """How many blocks are hot, about."""
+        return len(self._hot)
+
     def is_hot(self, key: BlockKey) -> bool:
         """Whether the last :meth:`hot` had it, or it got hot since."""
         return key in self._hot

@@ -23,10 +23,15 @@ next.
 
 **Inventories.** A worker's copies are compared with what it says it holds: soon after it joins or is heard again,
 soon after its news showed a hole, and every ``reconcile_s``. One worker at a time, and not while Postgres is away.
+
+**Who does what.** The feed is shared: every store-manager takes its part of it, and whoever finds a hole in a worker's
+news compares that worker. What would only be done twice follows the lease (``Led``): the regular comparisons, marking
+lives, and the catalog's upkeep.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,13 +43,17 @@ from services.store_manager.core.events import (
     Entry,
     Fetched,
     FetchFailed,
+    Led,
     Life,
+    Maintained,
+    MaintainFailed,
     Marked,
     MarkFailed,
     Reconciled,
     ReconcileFailed,
     Reconnected,
     Started,
+    Unled,
     WriteFailed,
     Written,
 )
@@ -56,7 +65,7 @@ from shared.messages import Bye, Hello, Load
 
 Event = (
     Started | Deaf | Reconnected | Draining | Fetched | FetchFailed | Written | WriteFailed | Reconciled
-    | ReconcileFailed | Marked | MarkFailed | Hello | Load | Bye | Woke
+    | ReconcileFailed | Marked | MarkFailed | Maintained | MaintainFailed | Led | Unled | Hello | Load | Bye | Woke
 )
 
 ROLL_PAUSE_S = 1.0
@@ -85,6 +94,8 @@ class Policy:
     """From a hole in a worker's news to the comparison: most holes are news still under way."""
     suspect_after_s: float = 2.0
     dead_after_s: float = 8.0
+    maintain_s: float = 300.0
+    """Pause between two rounds of the catalog's upkeep."""
 
 
 @dataclass
@@ -107,7 +118,14 @@ class StoreManager:
     _reachable: bool = True
     _draining: bool = False
     _drained: bool = False
-    #: {worker: when its inventory is to be compared}; all and only workers that are not dead
+    _term: int = 0
+    _led_until_s: float = float("-inf")
+    _led: bool = False
+    """We led when last looked."""
+    _started_s: float = float("inf")
+    _maintaining: bool = False
+    _maintain_at_s: float = float("-inf")
+    #: {worker: when its inventory is to be compared}; only workers that are not dead, all of them while we lead
     _due_s: dict[WorkerId, float] = field(default_factory=dict)
     _reconciling: Life | None = None
     #: {life: why it is dead}, until the worker lives again or is forgotten
@@ -130,9 +148,12 @@ class StoreManager:
         out: list[Effect] = []
         match event:
             case Started():
-                # Nobody is taken for dead before everybody had the time to be heard.
-                self._mark_wanted, self._mark_not_before_s = True, now + self.policy.dead_after_s
+                self._started_s = now
                 self._call_roll(out, now)
+            case Led():
+                self._lead(event, now)
+            case Unled():
+                self._led_until_s = float("-inf")
             case Deaf():
                 self._membership.deaf(now=now)
             case Reconnected():
@@ -151,7 +172,7 @@ class StoreManager:
             case WriteFailed():
                 self._write_failed(event, out, now)
             case Reconciled():
-                self._end_comparison(now + self.policy.reconcile_s)
+                self._end_comparison(now + self.policy.reconcile_s if self.leads(now) else None)
             case ReconcileFailed():
                 life = self._end_comparison(now + self.policy.retry_limit_s)
                 if event.gone:
@@ -164,6 +185,9 @@ class StoreManager:
                 self._mark_not_before_s = now + self._pause_s(self._mark_failures)
                 self._mark_failures += 1
                 self._became(False, event.why, out)
+            case Maintained() | MaintainFailed():
+                self._maintaining = False
+                self._became(isinstance(event, Maintained), getattr(event, "why", ""), out)
             case Hello():
                 self._follow(self._membership.hello(event, now=now), out, now)
             case Load():
@@ -175,6 +199,9 @@ class StoreManager:
             case _:
                 raise Bug(f"the store-manager knows no event {event!r}")
         self._now_s = now
+        if self._led and not self.leads(now):  # what is due is the next leader's
+            self._due_s = {worker: at_s for worker, at_s in self._due_s.items() if math.isinf(at_s)}
+        self._led = self.leads(now)
         if now >= self._tick_at_s:
             self._follow(self._membership.tick(now=now), out, now)
             self._tick_at_s = self._membership.next_wake(now=now)
@@ -182,6 +209,7 @@ class StoreManager:
         self._write(out, now)
         self._reconcile(out, now)
         self._mark(out, now)
+        self._maintain(out, now)
         self._drain(out)
         return out
 
@@ -194,9 +222,13 @@ class StoreManager:
             times.append(self._write_at_s)
         if self._reconciling is None and self._reachable:
             times.extend(self._due_s.values())
-        if not self._marking:
+        if self.leads(self._now_s):
+            times.append(self._led_until_s)
+            if not self._maintaining and self._reachable:
+                times.append(self._maintain_at_s)
+        if not self._marking and self.leads(self._now_s):
             times.append(max(self._mark_not_before_s, 0.0 if self._mark_wanted else self._mark_again_s))
-        return min(at_s for at_s in times if at_s > self._now_s)
+        return min((at_s for at_s in times if at_s > self._now_s), default=None)
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when a position is held nowhere or twice, or a dead worker would be asked."""
@@ -210,6 +242,31 @@ class StoreManager:
         strangers = [worker for worker in self._due_s if self._membership.get(worker) is None]
         if strangers:
             raise Bug(f"inventories of dead workers are due: {strangers}")
+
+    # The lease.
+
+    def leads(self, now: float) -> bool:
+        """Whether what one does for all is ours to do."""
+        return now < self._led_until_s
+
+    def _lead(self, led: Led, now: float) -> None:
+        began = not self.leads(now) or led.term != self._term
+        self._term, self._led_until_s = led.term, led.until_s
+        if not began:
+            return
+        # Nobody is taken for dead before everybody had the time to be heard.
+        self._mark_wanted = True
+        self._mark_not_before_s = max(now, self._started_s + self.policy.dead_after_s)
+        self._maintain_at_s = now
+        for worker, member in self._membership.members.items():
+            if member.state != "dead":
+                self._compare_soon(worker, now + self.policy.join_delay_s)
+
+    def _maintain(self, out: list[Effect], now: float) -> None:
+        if (self.leads(now) and not self._maintaining and self._reachable and not self._draining
+                and now >= self._maintain_at_s):
+            self._maintaining, self._maintain_at_s = True, now + self.policy.maintain_s
+            out.append(do.Maintain())
 
     # Feed.
 
@@ -293,7 +350,9 @@ class StoreManager:
         for change in changes:
             match change:
                 case Joined(hello):
-                    self._compare_soon(hello.worker, now + self.policy.join_delay_s)
+                    self._due_s.pop(hello.worker, None)
+                    if self.leads(now):
+                        self._compare_soon(hello.worker, now + self.policy.join_delay_s)
                     self._mark_wanted = True
                 case Changed(worker, incarnation, before, after, why):
                     life = (str(worker), str(incarnation))
@@ -303,7 +362,8 @@ class StoreManager:
                         self._mark_wanted = True
                     elif before == "dead":
                         self._dead.pop(life, None)
-                        self._compare_soon(worker, now)
+                        if self.leads(now):
+                            self._compare_soon(worker, now)
                         self._mark_wanted = True
                 case Unknown():
                     self._call_roll(out, now)
@@ -318,6 +378,8 @@ class StoreManager:
             out.append(do.CallRoll())
 
     def _mark(self, out: list[Effect], now: float) -> None:
+        if not self.leads(now):
+            return
         if self._marking or now < self._mark_not_before_s or not (self._mark_wanted or now >= self._mark_again_s):
             return
         members = self._membership.members
@@ -334,12 +396,16 @@ class StoreManager:
         if member is not None and incarnation in ("", member.hello.incarnation):
             self._due_s[worker] = min(at_s, self._due_s.get(worker, at_s))
 
-    def _end_comparison(self, next_s: float) -> Life:
+    def _end_comparison(self, next_s: float | None) -> Life:
+        """The comparison under way is over; the next one is at ``next_s``, or somebody else's."""
         assert self._reconciling is not None, "only one that was asked for comes back"
         life, self._reconciling = self._reconciling, None
         member = self._membership.get(WorkerId(life[0]))
         if member is not None and member.hello.incarnation == life[1]:  # else its next life has its own time
-            self._compare_soon(member.hello.worker, next_s)
+            if next_s is not None:
+                self._compare_soon(member.hello.worker, next_s)
+            elif math.isinf(self._due_s.get(member.hello.worker, 0.0)):
+                del self._due_s[member.hello.worker]
         return life
 
     def _reconcile(self, out: list[Effect], now: float) -> None:

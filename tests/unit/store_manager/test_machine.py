@@ -18,12 +18,16 @@ from services.store_manager.core.events import (
     Entry,
     Fetched,
     FetchFailed,
+    Led,
+    Maintained,
+    MaintainFailed,
     Marked,
     MarkFailed,
     Reconciled,
     ReconcileFailed,
     Reconnected,
     Started,
+    Unled,
     WriteFailed,
     Written,
 )
@@ -38,6 +42,7 @@ SPEC = CacheSpec(model="toy", weights_digest="", tokenizer_digest="", dtype="flo
                  block_tokens=1, max_context=1)
 POLICY = Policy(batch_rows=10, held_rows=40, fetch_messages=5, retry_first_s=1.0, retry_limit_s=4.0, reconcile_s=100.0,
                 join_delay_s=2.0, gap_delay_s=3.0, suspect_after_s=2.0, dead_after_s=8.0)
+LEADS = Led(1, 1e9)
 
 
 def hello(worker: str, life: str = "1", *, started_at_s: float = 0.0) -> Hello:
@@ -56,13 +61,18 @@ def entries(*seqs: int, rows: int = 1) -> tuple[Entry, ...]:
 
 @dataclass
 class Play:
-    """``at(now, event)`` returns what the machine wants, leaving out kinds a script does not care for."""
+    """``at(now, event)`` returns what the machine wants, leaving out kinds a script does not care for.
 
+    ``Maintain`` is left out unless ``upkeep`` is set.
+    """
+
+    upkeep: bool = False
     machine: StoreManager = field(default_factory=lambda: StoreManager(POLICY))
     leave_out: tuple[type[Effect], ...] = ()
 
     def at(self, now: float, event: Event) -> Sequence[Effect]:
-        out = [effect for effect in self.machine.handle(event, now=now) if not isinstance(effect, self.leave_out)]
+        leave_out = self.leave_out if self.upkeep else (*self.leave_out, do.Maintain)
+        out = [effect for effect in self.machine.handle(event, now=now) if not isinstance(effect, leave_out)]
         self.machine.check_invariants()
         wake_s = self.machine.next_wake()
         assert wake_s is not None and wake_s > now
@@ -82,6 +92,7 @@ class Play:
 def feed() -> Play:
     play = Play(leave_out=(do.CallRoll, do.Mark))
     assert play.at(0.0, Started()) == [do.Fetch(5)]
+    assert play.at(0.0, LEADS) == []
     return play
 
 
@@ -89,6 +100,7 @@ def feed() -> Play:
 def workers() -> Play:
     play = Play(leave_out=(do.Fetch,))
     assert play.at(0.0, Started()) == [do.CallRoll()]
+    assert play.at(0.0, LEADS) == []
     return play
 
 
@@ -267,6 +279,37 @@ def test_nobody_dies_while_the_bus_is_away(workers: Play) -> None:
         do.Mark((), ((("a", "1"), "silent for 8.5 s"),))], "its silence began anew"
 
 
+def test_a_follower_only_takes_its_part_of_the_feed() -> None:
+    play = Play(upkeep=True, leave_out=(do.CallRoll,))
+    assert play.at(0.0, Started()) == [do.Fetch(5)]
+    assert play.at(1.0, hello("a")) == []
+    assert play.until(1.0, 130.0, "a") == [], "no comparison, no marking, no upkeep"
+    assert play.at(130.0, Fetched(entries(1))) == [do.Fetch(5), do.Write((1,))]
+    assert play.at(130.0, Written(gaps=(("a", "1"),))) == [do.Ack((1,))]
+    assert play.until(130.0, 133.0, "a") == [(133.0, do.Reconcile(("a", "1")))], "the hole it found is its own to fill"
+    assert play.at(133.1, Reconciled()) == []
+    assert play.until(133.1, 250.0, "a") == []
+
+
+def test_what_is_done_once_follows_the_lease() -> None:
+    play = Play(upkeep=True, leave_out=(do.CallRoll, do.Fetch))
+    play.at(0.0, Started())
+    play.at(1.0, hello("a"))
+    play.until(1.0, 20.0, "a")
+    assert play.at(20.0, Led(7, 23.0)) == [do.Mark((("a", "1"),), ()), do.Maintain()]
+    play.at(20.1, Marked())
+    play.at(20.1, Maintained())
+    assert play.at(21.0, Led(7, 24.0)) == [], "a renewal is no news"
+    assert play.until(21.0, 22.0, "a") == [(22.0, do.Reconcile(("a", "1")))]
+    play.at(22.1, Reconciled())
+    assert play.until(22.0, 200.0, "a") == [], "the lease ran out at 24"
+    assert play.at(200.0, Led(9, 1e9))[0] == do.Mark((("a", "1"),), ())
+    assert play.at(200.1, MaintainFailed("away")) == [do.Report(False, "away")]
+    play.at(200.2, Marked())
+    play.at(200.3, Unled())
+    assert play.until(200.5, 400.0, "a") == []
+
+
 def test_what_nobody_knows_is_a_bug(workers: Play) -> None:
     with pytest.raises(Bug, match="knows no event 'what'"):
         workers.at(1.0, "what")  # type: ignore[arg-type]
@@ -291,6 +334,7 @@ class Anything(RuleBasedStateMachine):
         self.given: set[int] = set()
         self.ended: set[int] = set()
         self._do(Started())
+        self._do(LEADS)
 
     def _do(self, event: Event) -> None:
         self.now += 0.25
