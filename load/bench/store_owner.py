@@ -62,7 +62,7 @@ async def open_owner(order: Order) -> AsyncIterator[Owner]:
     ):
         segment = transfer.register(SEGMENT, order.num_blocks * spec.block_bytes)
         agent = StoreAgent(worker=order.worker, incarnation=incarnation, spec=spec, pool=BlockPool(order.num_blocks),
-                           transfer=transfer, segment=SEGMENT, bus=bus, clock=clock)
+                           transfer=transfer, segment=SEGMENT, memory=segment.buffer, bus=bus, clock=clock)
         hello = Hello(worker=order.worker, incarnation=incarnation, role="store", spec=spec,
                       endpoint=transfer.endpoint, capacity_blocks=order.num_blocks, max_running=0,
                       started_at_s=time.time(), pid=os.getpid())

@@ -43,7 +43,7 @@ PIN_TTL_S = 10.0
 _START_S = 15.0
 T = TypeVar("T")
 Key = str | bytes | Block
-"""Of values that are no KV: any text or bytes. Of KV: a block of :meth:`Client.chain`; its 32 bytes do to look for it."""
+"""Of values that are no KV: any text or bytes. Of KV: a block of :meth:`Client.chain`; to look for it, its 32 bytes."""
 Do = Callable[[Call], T]
 
 

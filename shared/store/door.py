@@ -104,6 +104,8 @@ class _Visit:
     stocked_s: float = 0.0
     proofs: bool = False
     ended: bool = False
+    inbox: deque[object] = field(default_factory=deque)
+    """Questions that were read and are not answered yet; without a thread."""
     sources: dict[int, MappedSegment] = field(default_factory=dict)
     """{serial: memory of the client}; the thread's."""
 
@@ -128,7 +130,7 @@ class Door:
         self._listeners: list[socket.socket] = []
         self._visits: set[_Visit] = set()
         self._waiting: set[asyncio.Task[Any]] = set()
-        """Threads wait for these to find room."""
+        """What takes time: threads or visits wait for it."""
         self._held = 0
         """Blocks that are pinned for clients, counted once for each that does."""
         self._closing = False
@@ -238,17 +240,51 @@ class Door:
     def _hear(self, visit: _Visit) -> None:
         """Something can be read of a visit that has no thread."""
         try:
-            for body in visit.line.receive_now():
-                if visit.enter is None:
-                    self._let_in(visit, body)
-                else:
-                    self._answer(visit, self._serve(visit, body))
+            visit.inbox.extend(visit.line.receive_now())
         except (Closed, OSError):
             self._end(visit)
         except frames.FrameError as error:
-            log.info("action=door_visit_dropped why=%r", str(error))
-            _count("frame", "protocol")
-            self._end(visit)
+            self._throw_out(visit, error)
+        else:
+            self._work(visit)
+
+    def _work(self, visit: _Visit) -> None:
+        """Answers in order what was read, as far as that takes no time."""
+        try:
+            while visit.inbox and not visit.ended and visit.thread is None:
+                body = visit.inbox.popleft()
+                if visit.enter is None:
+                    self._let_in(visit, body)
+                elif isinstance(body, frames.Get | frames.Pin) and self._needs_disk(body):
+                    self._loop.remove_reader(visit.line.fileno())
+                    self._own(self._work_slowly(visit, body))
+                    return
+                else:
+                    self._answer(visit, self._serve(visit, body))
+        except frames.FrameError as error:
+            self._throw_out(visit, error)
+
+    async def _work_slowly(self, visit: _Visit, body: frames.Get | frames.Pin) -> None:
+        """Answers what needs values from the disk, and goes on with what was asked meanwhile."""
+        try:
+            reply = await self._serve_from_disk(visit, body)
+        except frames.FrameError as error:
+            self._throw_out(visit, error)
+            return
+        self._answer(visit, reply)
+        if not visit.ended:
+            self._loop.add_reader(visit.line.fileno(), self._hear, visit)
+            self._work(visit)
+
+    def _throw_out(self, visit: _Visit, error: frames.FrameError) -> None:
+        log.info("action=door_visit_dropped why=%r", str(error))
+        _count("frame", "protocol")
+        self._cut(visit)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work, name=f"store-door-{self._worker}")
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
 
     def _let_in(self, visit: _Visit, body: object) -> None:
         if not isinstance(body, frames.Enter):
@@ -295,14 +331,14 @@ class Door:
     # -- questions ----------------------------------------------------------------------------------------------
 
     def _serve(self, visit: _Visit, body: object) -> frames.Reply:
-        """Does what does not move bytes; also for threads, which ask the loop to."""
+        """Does what takes no time; also for threads, which ask the loop to."""
         match body:
             case frames.Get():
                 self._end_loans(visit, body.done)
                 return self._lend(visit, body)
             case frames.Look():
                 self._end_loans(visit, body.done)
-                return frames.Marks([self._agent.pool.block(key) is not None for key in unpack_keys(body.keys)])
+                return frames.Marks([int(self._agent.holds(key)) for key in unpack_keys(body.keys)])
             case frames.Drop():
                 self._end_loans(visit, body.done)
                 return self._drop(body)
@@ -316,6 +352,26 @@ class Door:
                     self._end_hold(pin)
                 return frames.Marks([int(pin is not None)])
         raise frames.FrameError(f"{type(body).__name__} has no business on this connection")
+
+    def _needs_disk(self, body: frames.Get | frames.Pin) -> bool:
+        """Is something of it on the disk alone?"""
+        agent = self._agent
+        return agent.ssd is not None and any(
+            agent.pool.block(key) is None and agent.ssd.holds(key) for key in unpack_keys(body.keys))
+
+    async def _serve_from_disk(self, visit: _Visit, body: frames.Get | frames.Pin) -> frames.Reply:
+        """Like :meth:`_serve`, with what is on the disk read back first; what cannot be read in time is not here."""
+        reading = self._operation(visit)
+        timeout_s = (body.timeout_ms / 1e3 if isinstance(body, frames.Get) else LOAN_S) / 2
+        try:
+            for key in unpack_keys(body.keys):
+                if self._agent.pool.block(key) is None:
+                    await self._agent.pin_in_dram(reading, key, timeout_s=timeout_s)
+            if visit.ended:
+                raise frames.FrameError("it left meanwhile")
+            return self._serve(visit, body)
+        finally:
+            self._agent.release(reading)
 
     def _lend(self, visit: _Visit, ask: frames.Get) -> frames.Found | frames.Denied:
         keys = unpack_keys(ask.keys)
@@ -352,13 +408,8 @@ class Door:
         return slots[0] if slots else frames.MISSING
 
     def _drop(self, ask: frames.Drop) -> frames.Marks:
-        marks = []
-        for key in unpack_keys(ask.keys):
-            dropped = self._agent.pool.drop([key])
-            self._agent.announce_evicted(dropped, "removed")
-            marks.append(int(key in dropped))
         _count("drop", "ok")
-        return frames.Marks(marks)
+        return frames.Marks([self._agent.trim([key], "removed") for key in unpack_keys(ask.keys)])
 
     def _pin(self, visit: _Visit, ask: frames.Pin) -> frames.Reply:
         keys, pin = unpack_keys(ask.keys), visit.pins.get(ask.operation)
@@ -413,7 +464,10 @@ class Door:
             self._tell(self._end, visit)
 
     async def _answer_from(self, visit: _Visit, body: object) -> None:
-        self._answer(visit, self._serve(visit, body))
+        if isinstance(body, frames.Get | frames.Pin) and self._needs_disk(body):
+            self._answer(visit, await self._serve_from_disk(visit, body))
+        else:
+            self._answer(visit, self._serve(visit, body))
 
     def _take(self, visit: _Visit, ask: frames.Put) -> None:
         """Thread: the bytes of a PUT into private slots; the loop commits them, and answers."""
@@ -425,7 +479,7 @@ class Door:
             if not ask.sources:
                 self._drain(line, count * self._block_bytes)
             self._tell(self._refuse, visit, "full", f"no room for {count} values of {self._block_bytes} bytes at "
-                       f"{self._worker} within {ask.wait_ms} ms: all it has is in use")
+                       f"{self._worker} within {ask.wait_ms} ms: all it has is in use, or it is being drained")
             return
         try:
             for i, slot in enumerate(slots):
@@ -462,7 +516,8 @@ class Door:
         self._tell(self._end_loans, visit, 1)
 
     async def _lend_to_thread(self, visit: _Visit, ask: frames.Get) -> frames.Found | frames.Denied:
-        found = self._lend(visit, ask)
+        found = await self._serve_from_disk(visit, ask) if self._needs_disk(ask) else self._lend(visit, ask)
+        assert isinstance(found, frames.Found | frames.Denied)
         if isinstance(found, frames.Found):
             visit.loans[-1].until_s = inf  # it is our thread that reads, by a deadline, or the visit ends
         return found
@@ -536,13 +591,15 @@ class Door:
             self._waiting.discard(task)
 
     async def _allocate(self, visit: _Visit, count: int, wait_s: float) -> list[int] | None:
-        if count > self._num_blocks:
+        assert visit.enter is not None
+        operation, tenant = visit.stock_operation, visit.enter.tenant
+        if count > self._num_blocks or self._agent.is_retired:
             return None
-        slots = self._agent.allocate(visit.stock_operation, count)
+        slots = self._agent.allocate(operation, count, tenant=tenant)
         if slots is None and wait_s > 0:
             try:
                 async with asyncio.timeout(wait_s):
-                    return await self._agent.wait_allocate(visit.stock_operation, count)
+                    return await self._agent.wait_allocate(operation, count, tenant=tenant)
             except TimeoutError:
                 return None
         return slots
@@ -576,14 +633,13 @@ class Door:
         """As much as was just used, as long as that is a small part of what there is."""
         count = min(count, MAX_STOCK, self._agent.pool.available // 8) - len(visit.stock)
         visit.stocked_s = host_clock_s()
-        if count > 0 and not visit.ended:
-            visit.stock.extend(self._agent.allocate(visit.stock_operation, count) or ())
+        if count > 0 and not visit.ended and not self._agent.is_retired:
+            assert visit.enter is not None
+            visit.stock.extend(self._agent.allocate(visit.stock_operation, count, tenant=visit.enter.tenant) or ())
 
     def _give_back(self, visit: _Visit, slots: Sequence[int]) -> None:
         if slots and not visit.ended:
-            operation = self._operation(visit)
-            self._agent.pool.move(slots, visit.stock_operation, operation)
-            self._agent.release(operation)
+            self._agent.give_back(visit.stock_operation, slots)
 
     def _refuse(self, visit: _Visit, code: str, why: str) -> None:
         self._answer(visit, self._denied("put", code, why))
@@ -632,6 +688,7 @@ class Door:
         self._visits.discard(visit)
         if visit.thread is None:
             self._loop.remove_reader(visit.line.fileno())
+        visit.inbox.clear()
         visit.line.shutdown()  # before anything is taken back: a client that copies looks at the line afterwards
         for hold in (*visit.loans, *visit.pins.values()):
             if not hold.is_over:
@@ -647,12 +704,13 @@ class Door:
         visits = list(self._visits)
         for visit in visits:
             self._cut(visit)
-        for task in self._waiting:
+        for task in list(self._waiting):
             task.cancel()
         threads = [visit.thread for visit in visits if visit.thread is not None]
         await asyncio.to_thread(_join, threads)
         for visit in visits:
             self._end(visit)
+        await asyncio.gather(*self._waiting, return_exceptions=True)
         await asyncio.to_thread(self._forget_address)
 
     def _forget_address(self) -> None:
