@@ -182,6 +182,10 @@ class Cluster:
         for job in lost:
             self.loop.after(_NOTICE_S, self._lost, job, job.attempt, name)
 
+    def set_loss(self, share: float) -> None:
+        """So much of what conductors should hear from workers gets lost from now on."""
+        self.loss = share
+
     def scale_link(self, name: str, scale: float) -> None:
         """The node's card has this share of its rate; 0 cuts it off."""
         self._network.scale(self.ports[name], scale)
@@ -294,8 +298,10 @@ class Cluster:
             self._over(job, "failed", "lost")
             self.outcomes.fail(job, "lost", self.loop.now)
             return
-        if job.first_s >= 0:
-            job.worst_gap_s = max(job.worst_gap_s, job.gap_s)
+        if job.first_s >= 0:  # the prompt of the next attempt ends with what the client has already
+            job.num_tokens += job.generated
+            job.output_tokens -= job.generated
+            job.paused_s = self.loop.now - _NOTICE_S
         job.attempt += 1
         job.excluded.append(blamed)
         job.renew()
@@ -357,9 +363,11 @@ class Cluster:
             return
         if job.first_s < 0:
             job.first_s = now
-            job.generated = 1
+        elif job.paused_s >= 0:
+            job.worst_gap_s = max(job.worst_gap_s, now - job.paused_s)
+        job.generated = 1
         self._tell(node.life.progress(job, "first_token"))
-        if job.output_tokens > job.generated:
+        if job.output_tokens > 1:
             node.join(job)
         else:
             node.forget(job)

@@ -60,14 +60,13 @@ class Steps:
                                         np.empty(_KEPT_STEPS)])
         self._first = before
 
-    def seconds(self, step: int) -> float:
-        """How long step ``step`` took."""
-        return float(self._seconds[step - self._first])
+    def worst_s(self, start: int, end: int, *, waited_s: float = 0.0) -> float:
+        """Mean of the longest tenth of the gaps of a request that joined at step ``start`` and ended with ``end``.
 
-    def worst_s(self, start: int, end: int, *, first_gap_s: float) -> float:
-        """Mean of the longest tenth of the gaps of a request that joined at step ``start`` and ended with ``end``."""
+        ``waited_s`` passed between its first token, which the prefill brought, and its joining.
+        """
         gaps = self._seconds[start - self._first:end - self._first].copy()
-        gaps[0] = first_gap_s
+        gaps[0] += waited_s
         worst = math.ceil(len(gaps) * WORST_SHARE)
         return float(np.mean(np.partition(gaps, len(gaps) - worst)[len(gaps) - worst:]))
 
@@ -247,9 +246,8 @@ class DecodeNode:
         self._since_step = step
         self._plan()
         for job in done:
-            # its first token came with the prefill; the second took waiting and a step
-            first_gap_s = job.joined_s - job.first_s + self.steps.seconds(job.join_step)
-            job.gap_s = self.steps.worst_s(job.join_step, job.finish_step, first_gap_s=first_gap_s)
+            waited_s = job.joined_s - job.first_s if not job.attempt else 0.0
+            job.gap_s = self.steps.worst_s(job.join_step, job.finish_step, waited_s=waited_s)
             job.generated = job.output_tokens
             job.finished_s = now
             self._finished(job)

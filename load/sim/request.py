@@ -15,7 +15,7 @@ class Job:
     __slots__ = (
         "arrived_s", "at_s", "attempt", "block_tokens", "computed_s", "decode_hit_blocks", "done_tokens", "excluded",
         "fetch_s", "fetched_bytes", "finish_step", "finished_s", "first_s", "flow", "gap_s", "generated", "hit_tokens",
-        "index", "is_pushed", "join_step", "joined_s", "keys", "num_tokens", "operation", "output_tokens", "placement",
+        "index", "is_pushed", "join_step", "joined_s", "keys", "num_tokens", "operation", "output_tokens", "paused_s", "placement",
         "predicted_ttft_s", "prefilled_s", "push_version", "rank", "ready_s", "request", "slots", "started_s",
         "worst_gap_s",
     )
@@ -33,7 +33,9 @@ class Job:
         self.first_s = self.finished_s = -1.0
         self.predicted_ttft_s = -1.0
         self.generated = 0
-        """Tokens of the answer that reached the client."""
+        """Tokens of the answer that reached the client in this attempt."""
+        self.paused_s = -1.0
+        """When the last worker died under its answer."""
         self.worst_gap_s = 0.0
         """Longest pause after a worker died under it."""
         self.renew()

@@ -104,6 +104,8 @@ _add_service("prefill", "Computes prompts' KV and writes it into the decode work
              "moonbus serve prefill --set model=smollm2-135m --set pool_bytes=8GiB")
 _add_service("decode", "Generates tokens in a continuous batch.",
              "moonbus serve decode --set model=smollm2-135m --set pool_bytes=8GiB")
+_add_service("store", "Lends memory and disk to the cluster's pool of KV blocks, without an engine.",
+             "moonbus serve store --set worker_id=store-1 --set pool_bytes=64GiB --set ssd_dir=/data/kv")
 _add_service("store-manager", "Archives the lineage of every KV block in Postgres.",
              "moonbus serve store-manager --set postgres_url=postgresql://moonbus@10.0.0.2/moonbus")
 
@@ -200,6 +202,14 @@ def load(context: typer.Context) -> None:
     """Replay request traces against a gateway and report latencies (see: moonbus load --help)."""
     command = typer.main.get_command(importlib.import_module("load.cli").app)
     command.main(args=context.args or ["--help"], prog_name="moonbus load")
+
+
+@app.command(rich_help_panel=_TOOLS, add_help_option=False, context_settings={
+    "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def sim(context: typer.Context) -> None:
+    """Simulate a cluster on a trace, with the conductor that runs in production (see: moonbus sim --help)."""
+    command = typer.main.get_command(importlib.import_module("load.sim.cli").app)
+    command.main(args=context.args or ["--help"], prog_name="moonbus sim")
 
 
 @app.command(rich_help_panel=_TOOLS, epilog="Example: moonbus docs --to docs")

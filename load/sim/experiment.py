@@ -1,0 +1,221 @@
+"""One run: options to a :class:`Result`. Everything that happens in it follows from the options and the trace."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from load.sim.cluster import Cluster, ClusterOptions, check_possible
+from load.sim.coupled import CoupledCluster, CoupledOptions
+from load.sim.discipline import Discipline, aged, fair, fcfs, srpt
+from load.sim.faults import Fault
+from load.sim.loop import Loop
+from load.sim.outcome import Objective, Outcomes, Summary
+from load.sim.profile import NodeProfile, read_profile
+from load.sim.request import Job
+from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Arrival, Trace, read
+from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
+from shared.errors import UserError
+from shared.ids import BlockKey
+from shared.units import parse_seconds
+
+DISCIPLINES = ("fcfs", "srpt", "aged", "fair")
+AGING = 0.05
+"""Of ``aged``: a prompt that waits 20 s longer may take 1 s more of computing."""
+_SAMPLE_S = 5.0
+_PROGRESS_REQUESTS = 100
+_STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9.]+)\s*x")
+
+Progress = Callable[[int, int], None]
+"""Called with requests ended, and all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What to simulate; the defaults are those of the command line."""
+
+    profile: str = "a800-llama3-70b"
+    prefill: int = 8
+    decode: int = 8
+    coupled: int = 0
+    """Coupled instances instead of prefill and decode nodes, when above 0."""
+    prefix_cache: bool = False
+    chunk_tokens: int = 0
+    """Of coupled instances."""
+    nic_gbps: float | None = None
+    dram_tokens: int | None = None
+    ssd_tokens: int = 0
+    policy: str = OURS
+    admission: str = "none"
+    queue: str = ""
+    """Discipline of the prefill queues; the policy's own when empty."""
+    rate_scale: float = 1.0
+    ttft_slo: str = "30s"
+    """Like ``30s``, or ``1s+3x``: a second and three times the prompt's own uncached prefill."""
+    tbt_slo_s: float = 0.1
+    output_tokens: int | None = None
+    """Length of every answer, instead of the trace's."""
+    repeat: int = 1
+    """The trace so many times, one after the other, each time with fresh ids."""
+    conductors: int = 1
+    message_delay_s: float = 0.0005
+    seed: int = 0
+    faults: Sequence[Fault] = ()
+
+    def objective(self) -> Objective:
+        """The bounds."""
+        base, stretch = self.ttft_slo, 0.0
+        if match := _STRETCH.fullmatch(self.ttft_slo.strip()):
+            base, stretch = match["base"].strip(), float(match["stretch"])
+        try:
+            return Objective(ttft_s=parse_seconds(base), tbt_s=self.tbt_slo_s, stretch=stretch)
+        except ValueError as error:
+            raise UserError(f"--ttft-slo: {error}, or like 1s+3x") from error
+
+
+@dataclass
+class Result:
+    """What one run brought."""
+
+    options: RunOptions
+    trace: str
+    summary: Summary
+    outcomes: Outcomes
+    #: per sample: seconds, prompt tokens waiting or running at prefill nodes, requests in decode batches
+    curve: list[tuple[float, int, int]] = field(default_factory=list)
+    is_given_up: bool = False
+    """Stopped early, since it could not reach what was asked."""
+
+
+def load_trace(path: Path, *, limit: int | None = None, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
+    """The trace at ``path``; raises ``TraceError``."""
+    return read(path, limit=limit, block_tokens=block_tokens)
+
+
+def simulate(trace: Trace, options: RunOptions, *, progress: Progress | None = None, give_up_share: float | None = None,
+             log: Callable[[float, Any, Any], None] | None = None) -> Result:
+    """Runs to the end, or until more than ``give_up_share`` of all requests have missed a bound.
+
+    Raises :class:`UserError` for options that contradict each other or a cluster that cannot be.
+    """
+    profile = read_profile(options.profile)
+    _check(options, trace, profile)
+    began_s = time.perf_counter()
+    loop = Loop()
+    expected = len(trace.arrivals) * options.repeat
+    outcomes = Outcomes(options.objective(), profile, expected=expected)
+    cluster = _cluster(loop, options, trace, profile, outcomes, log)
+    cluster.offer(_jobs(trace, options))
+    curve: list[tuple[float, int, int]] = []
+    if isinstance(cluster, Cluster):
+        for fault in options.faults:
+            fault.schedule(cluster)
+        _sample(loop, cluster, curve)
+    most_missed = expected if give_up_share is None else int(give_up_share * expected)
+    reported = 0
+
+    def is_over() -> bool:
+        nonlocal reported
+        ended = len(outcomes.rows)
+        if progress is not None and ended - reported >= _PROGRESS_REQUESTS:
+            reported = ended
+            progress(ended, expected)
+        return ended >= expected or outcomes.missed > most_missed
+
+    loop.run(is_over=is_over)
+    if progress is not None:
+        progress(outcomes.ended, expected)
+    summary = outcomes.summary(transferred_bytes=cluster.transferred_bytes, busy_s=cluster.busy_s,
+                               duration_s=loop.now, wall_s=time.perf_counter() - began_s)
+    return Result(options, trace.name, summary, outcomes, curve, is_given_up=outcomes.ended < expected)
+
+
+def discipline_of(options: RunOptions, profile: NodeProfile) -> Discipline:
+    """The order of the prefill queues: others' policies are run as published, first come, first served."""
+    name = options.queue or ("aged" if options.policy == OURS else "fcfs")
+    match name:
+        case "fcfs":
+            return fcfs()
+        case "srpt":
+            return srpt()
+        case "aged":
+            return aged(AGING)
+        case "fair":
+            objective = options.objective()
+            return fair(slack_s=objective.ttft_s, stretch=objective.stretch,
+                        whole_s=lambda job: profile.prefill_s(job.num_tokens))
+    raise UserError(f"there is no queue {name}; there are {', '.join(DISCIPLINES)}")
+
+
+def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:
+    if not options.rate_scale > 0:
+        raise UserError(f"--rate-scale is {options.rate_scale:g}; expected a number above 0")
+    if options.policy not in POLICIES:
+        raise UserError(f"there is no policy {options.policy}; there are {', '.join(POLICIES)}")
+    if options.admission not in ADMISSIONS:
+        raise UserError(f"there is no admission {options.admission}; there are {', '.join(ADMISSIONS)}")
+    discipline_of(options, profile)
+    if not options.coupled:
+        check_possible(_cluster_options(options, trace, profile))
+    longest = max(trace.arrivals, key=lambda arrival: arrival.input_tokens + arrival.output_tokens)
+    needed = longest.input_tokens + max(options.output_tokens or longest.output_tokens, 1)
+    if 1 <= profile.vram_tokens < needed:
+        raise UserError(f"request {longest.index} of {trace.name} needs {needed} tokens of KV; a node of profile "
+                        f"{profile.name} has accelerator memory for {profile.vram_tokens}")
+
+
+def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) -> ClusterOptions:
+    return ClusterOptions(
+        profile=profile, prefill=options.prefill, decode=options.decode, block_tokens=trace.block_tokens,
+        policy=options.policy, admission=options.admission, discipline=discipline_of(options, profile),
+        nic_gbps=options.nic_gbps, dram_tokens=options.dram_tokens, ssd_tokens=options.ssd_tokens,
+        conductors=options.conductors, message_delay_s=options.message_delay_s, seed=options.seed,
+        asks_slo=options.admission != "none")
+
+
+def _cluster(loop: Loop, options: RunOptions, trace: Trace, profile: NodeProfile, outcomes: Outcomes,
+             log: Callable[[float, Any, Any], None] | None) -> Cluster | CoupledCluster:
+    if options.coupled:
+        return CoupledCluster(loop, CoupledOptions(
+            profile=profile, instances=options.coupled, block_tokens=trace.block_tokens,
+            has_prefix_cache=options.prefix_cache, chunk_tokens=options.chunk_tokens), outcomes)
+    return Cluster(loop, _cluster_options(options, trace, profile), outcomes, log=log)
+
+
+def _jobs(trace: Trace, options: RunOptions) -> Iterator[Job]:
+    """The trace's requests as they arrive; block ids become keys of 32 bytes, other ones in each repetition."""
+    gap_s = trace.duration_s + (trace.duration_s / len(trace.arrivals) if trace.arrivals else 0.0)
+    index = itertools.count()
+    for round_ in range(options.repeat):
+        keys: dict[int, BlockKey] = {}
+        salt = round_.to_bytes(16, "little")
+        for arrival in trace.arrivals:
+            yield _job(next(index), arrival, (arrival.at_s + round_ * gap_s) / options.rate_scale, keys, salt, trace,
+                       options)
+
+
+def _job(index: int, arrival: Arrival, at_s: float, keys: dict[int, BlockKey], salt: bytes, trace: Trace,
+         options: RunOptions) -> Job:
+    chain = []
+    for hash_id in arrival.hash_ids[:arrival.input_tokens // trace.block_tokens]:
+        key = keys.get(hash_id)
+        if key is None:
+            key = keys[hash_id] = BlockKey(hash_id.to_bytes(16, "little") + salt)
+        chain.append(key)
+    return Job(index, at_s, num_tokens=arrival.input_tokens,
+               output_tokens=max(options.output_tokens or arrival.output_tokens, 1), keys=chain,
+               block_tokens=trace.block_tokens)
+
+
+def _sample(loop: Loop, cluster: Cluster, curve: list[tuple[float, int, int]]) -> None:
+    def look() -> None:
+        waiting = sum(job.num_tokens - job.done_tokens for node in cluster.prefill.values() for job in node.jobs)
+        curve.append((loop.now, waiting, sum(node.batch for node in cluster.decode.values())))
+        loop.after(_SAMPLE_S, look)
+
+    look()
