@@ -22,6 +22,7 @@ from shared.settings import CommonSettings, load
 from shared.transfer import TransferSettings, cuda, shm, verbs
 from shared.transfer.addresses import advertised_host
 from shared.transfer.fabric import Fabric
+from shared.transfer.native import WHY_NOT, find_native
 from shared.transfer.plan import RULES, choose_paths
 from shared.units import format_bytes
 from shared.worker.settings import WorkerSettings
@@ -75,6 +76,18 @@ def examine(worker: WorkerSettings) -> Iterator[Finding]:
                       "name rdma in MOONBUS_TRANSFER_PATHS, or unset MOONBUS_TRANSFER_RDMA_DEVICES")
     if settings.socket_dir and {"shm", "nvlink"} & set(settings.paths):
         yield _socket_dir(settings.socket_dir)
+    yield _compiled(settings)
+
+
+def _compiled(settings: TransferSettings) -> Finding:
+    """Nothing depends on it but speed."""
+    native = find_native(settings)
+    if native is None:
+        if settings.native:
+            return Finding("absent", "compiled part", WHY_NOT, "with a C compiler at hand, install moonbus again")
+        return Finding("absent", "compiled part", "switched off by MOONBUS_TRANSFER_NATIVE")
+    looks = f"looks for messages for {native.spin_us:g} µs before it sleeps" if native.spin_us else "sleeps at once"
+    return Finding("ok", "compiled part", f"in use; it {looks}")
 
 
 def _unserved(paths: Sequence[str]) -> str:

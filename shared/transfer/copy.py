@@ -81,7 +81,7 @@ class CopyLane:
 
     def give_up(self, transfer: Transfer) -> None:
         """Its bytes may still be copied, and are not believed then: see the look at ``ended``."""
-        self._pending.end(transfer, [LATE] * max(1, len(transfer.batch.pieces)))
+        self._pending.end(transfer, [LATE] * transfer.count)
 
     def silence_s(self) -> float:
         return self._pending.silence_s()
@@ -107,7 +107,7 @@ class CopyLane:
                 call_on(self._loop, self._end, transfer, self._copied(transfer))
 
     def _copied(self, transfer: Transfer) -> Outcome:
-        count = max(1, len(transfer.batch.pieces))
+        count = transfer.count
         try:
             return self._copy(transfer, count)
         except Refused as refused:

@@ -15,26 +15,37 @@ from functools import partial
 from shared.ids import Incarnation, WorkerId
 from shared.messages import Endpoint, Grant
 from shared.transfer.addresses import host_clock_s
-from shared.transfer.frames import Ack, FrameError
+from shared.transfer.frames import MAX_TIMEOUT_MS, Ack, Body, Form, FrameError, good_ack
 from shared.transfer.lane import DIAL_ERRORS, LATE, Sender, StreamLane, Transfer, outcome_of
 from shared.transfer.plan import Batch, Choice
 from shared.transfer.router import MakeLane
-from shared.transfer.types import Outcome, PeerGone, Trouble
-from shared.transfer.wire import Connection
+from shared.transfer.types import Outcome, PeerGone, Slice, Trouble
+from shared.transfer.wire import Bytes, Connection
 
 WINDOW = 4
 """Claims of one push on one connection that are not answered yet."""
 _GONE = Trouble(PeerGone, "the connection broke")
+DONE: Outcome = (None,)
+_BROKEN: Outcome = (_GONE,)
+_TOO_LATE: Outcome = (LATE,)
+"""Of a batch of one piece."""
 
 
 class _Line:
     """One connection. ``lane`` knows how its path puts a transfer into a frame; its thread is never started."""
 
-    def __init__(self, lane: StreamLane, epoch: int) -> None:
+    def __init__(self, lane: StreamLane, sender: Sender, epoch: int) -> None:
         self.lane, self.epoch = lane, epoch
         self.connection: Connection = lane.dial()
+        self.connection.hasten(sender.native)
         self.waiting: deque[Transfer] = deque()
+        self.engaged = False
+        """Is an exchange going on, or did one break?"""
+        self._segments = sender.segments
         self._sent = 0
+        self._form: Form | None = None
+        self._formed: tuple[Grant, str, int] | None = None
+        """What ``_form`` is for: grant, the peer's segment, serial of ours."""
 
     def send(self, transfer: Transfer) -> None:
         """Blocks until the kernel has it. Raises what the lane raises."""
@@ -47,16 +58,52 @@ class _Line:
         """Ends the oldest transfer by its answer; answers come in the order of their questions."""
         self.connection.set_patience(deadline_s)
         body, transfer = self.connection.receive(), self.waiting[0]
-        if not isinstance(body, Ack) or body.id != transfer.id:
-            raise FrameError(f"{body} is no answer to transfer {transfer.id}")
-        outcome = outcome_of(body, transfer, proven=self.lane.checksums)
+        outcome = outcome_of(_answer(body, transfer.id), count=transfer.count, deadline_s=transfer.deadline_s,
+                             proven=self.lane.checksums)
         self.waiting.popleft()
         self.lane.ended(transfer)
         transfer.finish(outcome)
 
+    def exchange(self, item: Slice, grant: Grant, deadline_s: float) -> Outcome | None:
+        """What became of a plain slice that is one piece; ``None``, with nothing done, if it takes more than that.
+
+        Nothing else is on its way. Raises what :meth:`send` and :meth:`hear` raise.
+        """
+        segment, remote = self._segments[item.segment], item.remote
+        formed = self._formed
+        if formed is None or formed[0] is not grant or formed[1] != remote.segment or formed[2] != segment.serial:
+            self._form = self.lane.form(grant, remote.segment, segment)
+            self._formed = grant, remote.segment, segment.serial
+        form = self._form
+        if form is None:
+            self._formed = None  # the next push may attach the segment
+            return None
+        self.engaged = True
+        left_s = self.connection.set_patience(deadline_s)
+        number, self._sent = self._sent, self._sent + 1
+        timeout_ms = max(1, min(MAX_TIMEOUT_MS, int(left_s * 1e3)))
+        payload: Bytes | None = None
+        if form.fetched:
+            frame = form.copy(number, timeout_ms, remote.offset, remote.length, item.offset, deadline_s)
+        else:
+            frame = form.write(number, timeout_ms, remote.offset, remote.length)
+            payload = segment.array[item.offset:item.offset + remote.length]
+        body = self.connection.exchange(frame, payload, good_ack(number))
+        outcome = DONE if body is None else outcome_of(_answer(body, number), count=1, deadline_s=deadline_s,
+                                                       proven=False)
+        self.engaged = False
+        return outcome
+
     def close(self) -> None:
         self.connection.close()
         self.lane.release()
+
+
+def _answer(body: Body, transfer_id: int) -> Ack:
+    """``body``, which must be the answer to that transfer; raises :class:`FrameError`."""
+    if not isinstance(body, Ack) or body.id != transfer_id:
+        raise FrameError(f"{body} is no answer to transfer {transfer_id}")
+    return body
 
 
 _Key = tuple[WorkerId, Incarnation, str]
@@ -87,6 +134,26 @@ class Lines:
             self._give_back(key, lines)
         return [outcome or [trouble] * max(1, len(batch.pieces))
                 for outcome, batch in zip(outcomes, batches, strict=True)]
+
+    def send_one(self, peer: Endpoint, choice: Choice, item: Slice, grant: Grant, deadline_s: float) -> Outcome | None:
+        """Like :meth:`send`, for a plain slice that is one piece; ``None``, with nothing sent, if it takes more."""
+        key = (peer.worker, peer.incarnation, choice.address)
+        with self._lock:
+            idle = self._idle.get(key)
+            if not idle:
+                return None
+            line = idle.pop()
+        try:
+            return line.exchange(item, grant, deadline_s)
+        except BlockingIOError:  # its patience ended
+            return _TOO_LATE
+        except DIAL_ERRORS:
+            return _BROKEN
+        finally:
+            if line.engaged or line.epoch != self._epoch:
+                line.close()
+            else:
+                self._give_back(key, (line,))
 
     def drop(self) -> None:
         """Closes every connection; one that is in use once its push has ended."""
@@ -134,7 +201,7 @@ class Lines:
                 left_s = min(self._sender.connect_timeout_s, deadline_s - host_clock_s())
                 lane = self._lanes[choice.path](replace(self._sender, connect_timeout_s=left_s), peer, choice.address)
                 assert isinstance(lane, StreamLane)
-                lines.append(_Line(lane, self._epoch))
+                lines.append(_Line(lane, self._sender, self._epoch))
         except DIAL_ERRORS:
             return
         closing: list[_Line] = []

@@ -28,6 +28,7 @@ from shared.transfer.fabric import Fabric
 from shared.transfer.frames import MAX_NAME, MAX_NOTE_BYTES
 from shared.transfer.lane import Lane, Sender, call_on
 from shared.transfer.ledger import ANYBODY, Ledger
+from shared.transfer.native import find_native
 from shared.transfer.plan import RULES
 from shared.transfer.push import Push, PushStream, start_push
 from shared.transfer.receiver import OpenSession, Receiver
@@ -71,12 +72,13 @@ class TransferEngine:
         self._notifications: deque[Notification] = deque()
         self._notified = asyncio.Event()
         name = f"transfer-{worker}"
+        native = self._native = find_native(settings)
         self._receiver = Receiver(
             self._ledger, host=host, checksums=settings.checksums, clock=clock,
-            max_connections=settings.max_connections, name=name, notify=self._notify,
+            max_connections=settings.max_connections, native=native, name=name, notify=self._notify,
             can_notify=lambda: len(self._notifications) < MAX_NOTIFICATIONS)
         self.sender = Sender(worker, incarnation, host, self._segments, clock, settings.proofs,
-                              settings.connect_timeout_s, name)
+                              settings.connect_timeout_s, name, native)
         self._endpoint = Endpoint(worker=worker, incarnation=incarnation, host=host)
         self._lanes = dict(LANES)
         self.router = Router(self._lanes, self.sender, settings, clock, self._endpoint,
@@ -134,6 +136,7 @@ class TransferEngine:
             segment = Segment.adopt(name, memory)
         if isinstance(segment, DeviceSegment):
             self._serve_device(segment)
+        segment.native = self._native
         self._segments[name] = segment
         return segment
 

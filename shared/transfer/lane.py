@@ -29,6 +29,7 @@ from shared.messages import Endpoint, Grant
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.ledger import checksum
+from shared.transfer.native import Native
 from shared.transfer.plan import Batch, Piece, needs_checksums
 from shared.transfer.segment import Segment
 from shared.transfer.types import ChecksumMismatch, GrantRefused, Outcome, PeerGone, TransferTimeout, Trouble
@@ -67,7 +68,12 @@ class Transfer:
 
     def finish_all(self, trouble: Trouble | None) -> None:
         """The same outcome for all pieces."""
-        self.finish([trouble] * max(1, len(self.batch.pieces)))
+        self.finish([trouble] * self.count)
+
+    @property
+    def count(self) -> int:
+        """Outcomes it has: one a piece, and one if there is none."""
+        return max(1, len(self.batch.pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class Sender:
     """The setting: auto, on, off."""
     connect_timeout_s: float
     name: str
+    native: Native | None
 
     def source(self, piece: Piece) -> npt.NDArray[np.uint8]:
         """The bytes of a piece, where they lie if the host has them and they are in one place."""
@@ -228,6 +235,11 @@ class StreamLane(ABC):
     def send(self, connection: Connection, transfer: Transfer) -> None:
         """Sends a transfer; in the thread, may block. Raises ``OSError``."""
 
+    def form(self, grant: Grant, remote: str, segment: Segment) -> frames.Form | None:
+        """For plain slices of ``segment`` that go to the peer's segment ``remote``; ``None`` if nothing is plain there.
+        """
+        return None
+
     def hear(self, body: frames.Body) -> None:
         """Handles an answer; raises :class:`frames.FrameError` for one that has no business here."""
         if not isinstance(body, frames.Ack):
@@ -264,8 +276,7 @@ class StreamLane(ABC):
             return
         except Exception as error:  # nothing of it was sent, and the others on this lane are well
             _log.exception("action=transfer_failed peer=%s", self._peer.worker)
-            self._pending.end(transfer, [Trouble(PeerGone, f"it could not be sent: {error!r}")]
-                              * max(1, len(transfer.batch.pieces)))
+            self._pending.end(transfer, [Trouble(PeerGone, f"it could not be sent: {error!r}")] * transfer.count)
             return
         transfer.begun, transfer.sent = taken is not False, taken is True
         if not transfer.sent:
@@ -274,7 +285,7 @@ class StreamLane(ABC):
     def give_up(self, transfer: Transfer) -> None:
         transfer.ended = True
         self.ended(transfer)
-        self._pending.end(transfer, [LATE] * max(1, len(transfer.batch.pieces)))
+        self._pending.end(transfer, [LATE] * transfer.count)
         if transfer.begun and not transfer.sent:
             # The thread is reading its bytes: only a cut makes sure that the rest is never taken for them.
             self.fail(Trouble(PeerGone, "cut, since a transfer ran out of time while it was sent"))
@@ -306,7 +317,7 @@ class StreamLane(ABC):
         transfer = self._pending.get(body.id)
         if transfer is None:
             return
-        outcome = outcome_of(body, transfer, proven=self.checksums)
+        outcome = outcome_of(body, count=transfer.count, deadline_s=transfer.deadline_s, proven=self.checksums)
         self.ended(transfer)
         self._pending.end(transfer, outcome)
 
@@ -405,16 +416,15 @@ class StreamLane(ABC):
         return connection
 
 
-def outcome_of(body: frames.Ack, transfer: Transfer, *, proven: bool) -> Outcome:
-    """What the receiver says; raises :class:`frames.FrameError` when it makes no sense.
+def outcome_of(body: frames.Ack, *, count: int, deadline_s: float, proven: bool) -> Outcome:
+    """What the receiver says of a batch of ``count`` pieces; raises :class:`frames.FrameError` when it makes no sense.
 
     Bytes that were not ``proven`` by checksums are bad when another writer failed on the same ones meanwhile: they
     go again, as after a connection that broke.
     """
-    count = max(1, len(transfer.batch.pieces))
     outcome: list[Trouble | None] = [None] * count
     if body.refused:
-        late = host_clock_s() >= transfer.deadline_s  # whatever it was refused for, that is what it comes to
+        late = host_clock_s() >= deadline_s  # whatever it was refused for, that is what it comes to
         outcome = [LATE if late else Trouble(GrantRefused, body.refused)] * count
     for i in body.bad:
         if not 0 <= i < count:

@@ -156,30 +156,43 @@ class Ledger:
 
         Without checksums none is right when the writer was disturbed: nobody can tell.
         """
+        bad: list[int] = []
         while True:
-            with self._lock:
-                unsure = writer.disturbed and not checksums
-                writer.disturbed = False
-            bad = set(range(len(writer.spans))) if unsure else self._mismatches(writer.spans, checksums)
+            if checksums:
+                writer.disturbed = False  # by what came before: the bytes are looked at after that
+                bad = self._mismatches(writer.spans, checksums)
             with self._lock:
                 if writer.disturbed:
-                    continue
-                entry = self._entries[writer.operation]
-                for i, span in enumerate(writer.spans):
-                    verified = entry.verified.setdefault(span.segment, IntervalSet())
-                    change = verified.remove if i in bad else verified.add
-                    for start, stop in span.parts():
-                        change(start, stop)
-                good_bytes = sum(span.nbytes for i, span in enumerate(writer.spans) if i not in bad)
-                counts = self.received_bytes_by_path
-                counts[writer.path] = counts.get(writer.path, 0) + good_bytes
-                self.corrupt_spans += len(bad)
-                quiet = self._leave(entry, writer)
-            for callback in quiet:
-                callback()
-            if self._retired:
-                self._tell_retired()
-            return sorted(bad)
+                    if checksums:
+                        continue
+                    bad = list(range(len(writer.spans)))
+                quiet = self._book(writer, bad)
+            break
+        for callback in quiet:
+            callback()
+        if self._retired:
+            self._tell_retired()
+        return bad
+
+    def _book(self, writer: Writer, bad: Sequence[int]) -> list[Callable[[], None]]:
+        """Under the lock."""
+        entry = self._entries[writer.operation]
+        good_bytes = 0
+        for i, span in enumerate(writer.spans):
+            verified = entry.verified.get(span.segment)
+            if verified is None:
+                verified = entry.verified[span.segment] = IntervalSet()
+            change = verified.remove if i in bad else verified.add
+            if span.count == 1:
+                change(span.offset, span.offset + span.length)
+            else:
+                for start, stop in span.parts():
+                    change(start, stop)
+            good_bytes += 0 if i in bad else span.length * span.count
+        counts = self.received_bytes_by_path
+        counts[writer.path] = counts.get(writer.path, 0) + good_bytes
+        self.corrupt_spans += len(bad)
+        return self._leave(entry, writer)
 
     def fail(self, writer: Writer) -> None:
         """Ends ``writer`` badly. Call it only once nothing can write for it any more."""
@@ -294,8 +307,10 @@ class Ledger:
         entry = self._entries.get(operation)
         if entry is None or entry.shut:
             raise Refused(f"operation {operation} holds no grant here; it was released or never granted")
-        granted = next((g for g in entry.grants if hmac.compare_digest(g.token, claim.token)), None)
-        if granted is None:
+        for granted in entry.grants:
+            if hmac.compare_digest(granted.token, claim.token):
+                break
+        else:
             raise Refused(f"token does not fit any grant of operation {operation}")
         if granted.expires_s <= now:
             raise Refused(f"grant of operation {operation} expired {now - granted.expires_s:.3f} s ago")
@@ -303,19 +318,18 @@ class Ledger:
             raise Refused(f"grant of operation {operation} is for {granted.peer}, not for {sender}")
         for span in claim.spans:
             ranges = granted.ranges.get(span.segment)
-            if ranges is None or not (ranges.covers(span.offset, span.stop)
+            stop = span.offset + span.length if span.count == 1 else span.stop
+            if ranges is None or not (ranges.covers(span.offset, stop)
                                       or all(ranges.covers(start, stop) for start, stop in span.parts())):
                 raise Refused(f"bytes {span.offset}..{span.stop} of segment {span.segment} "
                               f"are outside the grant of operation {operation}")
         return entry
 
-    def _mismatches(self, spans: Sequence[Span], checksums: Sequence[int]) -> set[int]:
-        if not checksums:
-            return set()
-        return {
+    def _mismatches(self, spans: Sequence[Span], checksums: Sequence[int]) -> list[int]:
+        return [
             i for i, (span, expected) in enumerate(zip(spans, checksums, strict=True))
             if checksum(self._segments[span.segment].read_parts(span.offset, span)) != expected
-        }
+        ]
 
     def _leave(self, entry: _Entry, writer: Writer) -> list[Callable[[], None]]:
         entry.writers.discard(writer)

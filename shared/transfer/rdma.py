@@ -233,7 +233,7 @@ class RdmaLane(StreamLane):
     def give_up(self, transfer: Transfer) -> None:
         transfer.ended = True
         flight = self._current.get(transfer.id)
-        self._pending.end(transfer, [LATE] * max(1, len(transfer.batch.pieces)))
+        self._pending.end(transfer, [LATE] * transfer.count)
         if flight is None:
             return
         if flight.begun and not flight.written and flight.end is not None:

@@ -18,6 +18,7 @@ from shared.ids import HostId, OperationId, WorkerId
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.ledger import Ledger, Refused, Writer
+from shared.transfer.native import Native
 from shared.transfer.plan import needs_checksums
 from shared.transfer.types import Notification
 from shared.transfer.wire import Closed, Connection
@@ -100,6 +101,7 @@ class Session(ABC):
         self.greeted()
         self.is_greeted = True
         receiver = self._receiver
+        self._connection.hasten(receiver.native)
         self._demands_checksums = needs_checksums(receiver.checksums, self.path, receiver.host, hello.host)
         self._connection.send(frames.Welcome(self._ledger.worker, self._ledger.incarnation, self._demands_checksums))
 
@@ -133,7 +135,10 @@ class Session(ABC):
         del self._writers[claim.id]
         if claim.note is not None and not bad:
             self._receiver.notify(Notification(OperationId(claim.operation), WorkerId(self.sender), claim.note))
-        self._connection.send(frames.Ack(claim.id, bad=bad))
+        if bad:
+            self._connection.send(frames.Ack(claim.id, bad=bad))
+        else:
+            self._connection.send_whole(frames.good_ack(claim.id))
         return bad
 
     def _begin_copy(self, claim: frames.Copy) -> Writer | None:
@@ -171,8 +176,10 @@ class Receiver:
     """
 
     def __init__(self, ledger: Ledger, *, host: HostId, checksums: str, clock: Clock, max_connections: int,
-                 name: str, notify: Callable[[Notification], None], can_notify: Callable[[], bool]) -> None:
+                 native: Native | None, name: str, notify: Callable[[Notification], None],
+                 can_notify: Callable[[], bool]) -> None:
         self.ledger, self.host, self.checksums, self.clock = ledger, host, checksums, clock
+        self.native = native
         self.notify, self.can_notify = notify, can_notify
         self._max_connections = max_connections
         self._name = name

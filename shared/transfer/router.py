@@ -100,7 +100,8 @@ class Router:
         on_device = bool(own.nvlink) and all(isinstance(segments[item.segment], DeviceSegment) for item in slices)
         key = peer.worker, on_device
         known = self._routes.get(key)
-        if known is not None and not self._pauses and known[0] == peer and known[1] == same_process:
+        if (known is not None and not self._pauses and (known[0] is peer or known[0] == peer)
+                and known[1] == same_process):
             routes = known[2]
         else:
             if own.nvlink and not on_device:

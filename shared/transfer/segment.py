@@ -16,6 +16,7 @@ import numpy.typing as npt
 from shared.errors import Bug
 from shared.transfer import cuda
 from shared.transfer.frames import Span
+from shared.transfer.native import Native
 
 HUGE_PAGE_BYTES = 2 << 20
 _serials = itertools.count(1)
@@ -29,9 +30,11 @@ class Segment:
     caller's. The memory itself lives until the last view of it dies; after :meth:`close` nobody new can map it.
     ``serial`` is unique in this process: a later segment of the same name has another. ``mappable``: another process
     can map ``fd`` without fear of its end. ``staged``: bytes go in and out through other memory, which takes time.
+    ``native`` copies into it, if it is there.
     """
 
     staged = False
+    native: Native | None = None
 
     def __init__(self, name: str, array: npt.NDArray[np.uint8], fd: int) -> None:
         self.name, self.array, self.fd = name, array, fd
@@ -99,12 +102,17 @@ class Segment:
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Copies ``data`` to ``[offset, offset + len(data))``."""
-        self.array[offset:offset + len(data)] = data
+        if self.native is None:
+            self.array[offset:offset + len(data)] = data
+        else:
+            self.native.copy(self.array[offset:offset + len(data)], data, len(data), 1, 0)
 
     def write_parts(self, span: Span, data: npt.NDArray[np.uint8]) -> None:
         """Copies the parts of ``span`` out of ``data``, which begins with the first and ends with the last of them."""
         if span.count == 1:
             self.write(span.offset, data)
+        elif self.native is not None:
+            self.native.copy(self.array[span.offset:span.stop], data, span.length, span.count, span.stride)
         else:
             _rows(self.array, span.offset, span)[...] = _rows(data, 0, span)
 

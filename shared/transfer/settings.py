@@ -34,6 +34,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: Annotated[float, Meta(description="A peer that owes answers and is silent for longer loses its connection once a push to it times out.", gt=0, extra=SECONDS)] = 1.0
     min_timeout_s: Annotated[float, Meta(description="Deadline of a push without bytes; the size's share comes on top.", gt=0, extra=SECONDS)] = 5.0
     min_bytes_per_s: Annotated[float, Meta(description="Slowest acceptable transfer, bytes per second; gives a push its deadline.", gt=0)] = 50e6
+    native: Annotated[bool, Meta(description="Use the compiled part of the engine where it was built.")] = True
+    spin_us: Annotated[float, Meta(description="Longest time either end of a connection looks for a message before it sleeps; needs the compiled part and two processors; 0 never looks.", ge=0, le=10_000)] = 250.0
     corrupt_every: Annotated[int, Meta(description="For tests: flip one byte in every nth slice sent after its checksum was computed; 0 never.", ge=0)] = 0
 
     @property

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
-from shared.messages import Endpoint
+from shared.messages import Endpoint, Grant
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.lane import Sender, StreamLane, Transfer, connected
@@ -77,6 +77,11 @@ class ShmLane(StreamLane):
             return
         connection.send(body, descriptors=[segment.fd for segment in fresh])
         self._attached.update(body.attached)
+
+    def form(self, grant: Grant, remote: str, segment: Segment) -> frames.Form | None:
+        if self.checksums or not segment.mappable or segment.serial not in self._attached:
+            return None
+        return frames.Form(grant.operation, grant.incarnation, grant.token, remote, segment.serial)
 
     def ended(self, transfer: Transfer) -> None:
         slot = self._slots.pop(transfer.id, None)
@@ -189,7 +194,7 @@ class ShmSession(Session):
             if not self._connection.descriptors or len(self._sources) >= MAX_SOURCES:
                 raise frames.FrameError(f"memory {serial} came without a descriptor, or is one of too many")
             try:
-                self._sources[serial] = MappedSegment(self._connection.descriptors.popleft())
+                self._sources[serial] = MappedSegment(self._connection.descriptors.pop(0))
             except (OSError, ValueError, OverflowError) as error:  # no memfd, an empty one, one of absurd size
                 raise frames.FrameError(f"memory {serial} cannot be mapped: {error}") from error
 

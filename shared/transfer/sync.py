@@ -15,18 +15,19 @@ from shared.ids import HostId, Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Grant, Range
 from shared.transfer import shm, tcp
 from shared.transfer.addresses import host_clock_s
-from shared.transfer.direct import Lines
+from shared.transfer.direct import DONE, Lines
 from shared.transfer.engine import LANES, TransferEngine
 from shared.transfer.ledger import ANYBODY
+from shared.transfer.plan import BATCH_BYTES, MIN_SPREAD_BYTES, Choice
 from shared.transfer.push import resume_push
 from shared.transfer.segment import Segment
 from shared.transfer.settings import TransferSettings
 from shared.transfer.statistics import Statistics
 from shared.transfer.tally import NOTHING, Tally
-from shared.transfer.types import Notification, PushResult, Slice
+from shared.transfer.types import Notification, Outcome, PushResult, Slice, SliceStatus
 
-DIRECT_PATHS = (shm.PATH, tcp.PATH)
-"""Paths on which the calling thread speaks to the peer itself."""
+ONE_PIECE_BYTES = {shm.PATH: MIN_SPREAD_BYTES, tcp.PATH: BATCH_BYTES}
+"""{path on which the calling thread speaks to the peer itself: a slice up to this is one piece, whatever was set}"""
 
 T = TypeVar("T")
 
@@ -128,12 +129,19 @@ class SyncTransferEngine:
             if self._closed:
                 raise Bug("this engine was closed")
             deadline_s = started_s + engine.settings.timeout_s(engine.check(slices, notify), timeout_s)
-            tally = Tally(peer.worker, slices, notify, started_s)
-            if self._push_directly(peer, tally, grant, deadline_s):
+            choice = self._direct_choice(peer, slices)
+            first = None if choice is None else self._send_one(peer, choice, slices, notify, grant, deadline_s)
+            if choice is not None and first is DONE:
+                now_s, nbytes = host_clock_s(), slices[0].remote.length
+                status = SliceStatus(slices[0], None, choice.path, now_s - started_s)
+                result = PushResult([status], None, nbytes, status.seconds, choice.path)
+            else:
+                tally = Tally(peer.worker, slices, notify, started_s)
+                if choice is None or not self._push_directly(peer, choice, tally, first, grant, deadline_s):
+                    return _call(self._loop, _resume(engine, peer, tally, grant, deadline_s))
                 result = tally.result(host_clock_s())
-                engine.router.counts.ended(result)
-                return result
-            return _call(self._loop, _resume(engine, peer, tally, grant, deadline_s))
+            engine.router.counts.ended(result)
+            return result
         finally:
             self._forget(slices)
 
@@ -150,19 +158,37 @@ class SyncTransferEngine:
             self._ended.wait_for(lambda: not any(concerned(slices) for slices in list(self._reading)))
             self._awaiting -= 1
 
-    def _push_directly(self, peer: Endpoint, tally: Tally, grant: Grant, deadline_s: float) -> bool:
-        """Does what can be done from this thread; false when something is left that another path may do."""
+    def _direct_choice(self, peer: Endpoint, slices: Sequence[Slice]) -> Choice | None:
+        """The best path, if it is one on which the calling thread speaks for itself."""
+        choices = self._engine.router.routes(peer, slices).choices
+        if not choices or choices[0].path not in ONE_PIECE_BYTES or self._engine.settings.corrupt_every:
+            return None
+        return choices[0]
+
+    def _send_one(self, peer: Endpoint, choice: Choice, slices: Sequence[Slice], note: bytes | None, grant: Grant,
+                  deadline_s: float) -> Outcome | None:
+        """What became of a push that is one plain piece; ``None``, with nothing sent, if it is more than that."""
+        if len(slices) != 1 or note is not None:
+            return None
+        item = slices[0]
+        if item.count != 1 or not 0 < item.remote.length <= ONE_PIECE_BYTES[choice.path]:
+            return None
+        return self._lines.send_one(peer, choice, item, grant, deadline_s)
+
+    def _push_directly(self, peer: Endpoint, choice: Choice, tally: Tally, first: Outcome | None, grant: Grant,
+                       deadline_s: float) -> bool:
+        """Does what can be done from this thread; false when something is left that another path may do.
+
+        ``first``: what :meth:`_send_one` has achieved.
+        """
         engine = self._engine
-        choices = engine.router.routes(peer, tally.slices).choices
-        if not choices or choices[0].path not in DIRECT_PATHS or engine.settings.corrupt_every:
-            return False
-        choice = choices[0]
         while tally.todo or tally.note is not None:
             batches = engine.router.plan(peer, choice, tally.todo) or [NOTHING]
             note = tally.note_for(batches)
             lanes = engine.settings.lanes if choice.path == shm.PATH else 1
-            outcomes = self._lines.send(peer, choice, batches, grant, deadline_s=deadline_s, note=note, lanes=lanes)
-            now_s = host_clock_s()
+            outcomes = [first] if first is not None else self._lines.send(
+                peer, choice, batches, grant, deadline_s=deadline_s, note=note, lanes=lanes)
+            first, now_s = None, host_clock_s()
             if tally.take(choice.path, batches, outcomes, [now_s] * len(batches), note) is not None:
                 return False
             if not tally.owes_note:

@@ -6,10 +6,12 @@ import socket
 
 import numpy as np
 
+from shared.messages import Grant
 from shared.transfer import frames
 from shared.transfer.addresses import split_address
 from shared.transfer.lane import INLINE_BYTES, StreamLane, Transfer
 from shared.transfer.receiver import Receiver, Session
+from shared.transfer.segment import Segment
 from shared.transfer.wire import Bytes, Connection, keep_alive
 
 PATH = "tcp"
@@ -39,6 +41,11 @@ class TcpLane(StreamLane):
 
     def send(self, connection: Connection, transfer: Transfer) -> None:
         connection.send(self._frame(transfer), self._payload(transfer))
+
+    def form(self, grant: Grant, remote: str, segment: Segment) -> frames.Form | None:
+        if self.checksums or segment.staged:
+            return None
+        return frames.Form(grant.operation, grant.incarnation, grant.token, remote, None)
 
     def _frame(self, transfer: Transfer) -> frames.Write:
         grant = transfer.grant

@@ -8,14 +8,18 @@ import select
 import socket
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.native import Native
+
+if TYPE_CHECKING:
+    from shared.transfer._native import Stream
 
 Bytes = npt.NDArray[np.uint8]
 _ROOM = socket.CMSG_SPACE(frames.MAX_ATTACHED * array.array("i").itemsize)
@@ -36,6 +40,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, takes_descriptors: bool = False) -> None:
         self._sock = sock
+        self._stream: Stream | None = None
         self._readiness: select.epoll | None = None
         self._deadline_s: float | None = None
         self._patience_s = 0.0
@@ -48,8 +53,13 @@ class Connection:
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._low = self._high = 0
         """``_ahead[_low:_high]`` was read and not used yet."""
-        self.descriptors: deque[int] = deque()
+        self.descriptors: list[int] = []
         """Received and not taken by a frame yet; ours."""
+
+    def hasten(self, native: Native | None) -> None:
+        """From here on what receives looks for bytes before it sleeps, where that can be had. The socket blocks."""
+        if native is not None:
+            self._stream = native.stream(self._sock.fileno())
 
     def readiness(self) -> int:
         """A descriptor, ours, that an event loop can watch for something to receive.
@@ -69,6 +79,35 @@ class Connection:
         with self._sending:
             self._send_rest(self._unsent)
             self._send_rest(_send_some(self._sock, parts, descriptors, 0))
+
+    def send_whole(self, frame: bytes) -> None:
+        """A frame that is encoded already. Blocks. Raises ``OSError``."""
+        with self._sending:
+            self._send_rest(self._unsent)
+            sent = self._sock.send(frame)
+            if sent < len(frame):
+                self._send_rest([memoryview(frame)[sent:]])
+
+    def exchange(self, frame: bytes, payload: Bytes | None, wanted: bytes) -> frames.Body | None:
+        """Sends ``frame`` and ``payload``, and receives the answer: ``None`` when it is the frame ``wanted``.
+
+        For a connection that nobody else uses meanwhile and whose answers are all received. Blocks. Raises what
+        :meth:`send` and :meth:`receive` raise.
+        """
+        ahead, stream = self._ahead, self._stream
+        if stream is not None and self._deadline_s is not None:
+            received = stream.exchange(frame, b"" if payload is None else payload, ahead, self._deadline_s)
+            if not received:
+                raise Closed
+            self._low, self._high = 0, received
+        else:
+            self._send_rest([memoryview(frame), *([payload.data] if payload is not None else [])])
+            self._low = self._high = 0
+            self._read_ahead(0)
+        if ahead[:self._high] == wanted:
+            self._low = self._high
+            return None
+        return self.receive()
 
     def send_now(self, body: frames.Body, payload: Sequence[Bytes] = (), descriptors: Sequence[int] = (), *,
                  at_most: int | None = None) -> bool | None:
@@ -107,19 +146,22 @@ class Connection:
     # -- in -----------------------------------------------------------------------------------------------------
 
     def receive(self, begun: Callable[[], None] = lambda: None) -> frames.Body:
-        """The next frame's body; calls ``begun`` as soon as a part of it is there. Blocks.
+        """The next frame's body; calls ``begun`` when a part of it is there and the rest is not. Blocks.
 
         Raises :class:`Closed`, ``OSError`` or :class:`frames.FrameError`.
         """
         if self._high == self._low:
+            self._low = self._high = 0
             self._read_ahead(0)
-        begun()
-        while self._high - self._low < frames.HEADER_BYTES:
-            self._read_ahead(0)
+        if self._high - self._low < frames.HEADER_BYTES:
+            begun()
+            while self._high - self._low < frames.HEADER_BYTES:
+                self._read_ahead(0)
         kind, length = frames.parse_header(self._ahead[self._low:self._high])
         self._low += frames.HEADER_BYTES
         if self._high - self._low >= length:
             return frames.decode(kind, self._take(length))
+        begun()
         data = bytearray(length)
         self.receive_into(memoryview(data))
         return frames.decode(kind, data)
@@ -168,14 +210,18 @@ class Connection:
         self._high += received
 
     def _receive(self, view: memoryview, flags: int) -> int:
+        stream = self._stream
         if not self._takes_descriptors:
-            return self._sock.recv_into(view, len(view), flags)
-        received, ancillary, _, _ = self._sock.recvmsg_into([view], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors = array.array("i")
-                descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
-                self.descriptors.extend(descriptors)
+            return self._sock.recv_into(view, len(view), flags) if stream is None else stream.receive(view, flags)
+        if stream is not None:
+            received = stream.receive(view, flags, self.descriptors)
+        else:
+            received, ancillary, _, _ = self._sock.recvmsg_into([view], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    descriptors = array.array("i")
+                    descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
+                    self.descriptors.extend(descriptors)
         if len(self.descriptors) > 2 * frames.MAX_ATTACHED:
             raise frames.FrameError(f"{len(self.descriptors)} descriptors came that no frame has spoken of")
         return received
@@ -194,10 +240,10 @@ class Connection:
         """For the handshake only: both directions share it."""
         self._sock.settimeout(timeout_s)
 
-    def set_patience(self, deadline_s: float) -> None:
+    def set_patience(self, deadline_s: float) -> float:
         """What would block beyond ``deadline_s`` raises ``BlockingIOError``; it still blocks in the kernel.
 
-        ``deadline_s`` is on the host's clock, and kept to a tenth of the time that is left.
+        ``deadline_s`` is on the host's clock, and kept to a tenth of the time that is left. Returns the seconds left.
         """
         left_s = deadline_s - host_clock_s()
         if left_s <= 0:
@@ -208,6 +254,7 @@ class Connection:
             value = struct.pack("ll", int(left_s), max(1000, int(left_s % 1 * 1e6)))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        return left_s
 
     def shorten_queues(self, nbytes: int) -> None:
         """Bounds what the kernel holds of either direction.
@@ -231,7 +278,7 @@ class Connection:
             self._readiness.close()
         self._sock.close()
         while self.descriptors:
-            os.close(self.descriptors.popleft())
+            os.close(self.descriptors.pop())
 
 
 def _send_some(sock: socket.socket, parts: list[memoryview], descriptors: Sequence[int],
