@@ -4,7 +4,9 @@
   whole over ``ramp_s``, and blocks only at that share of ``copy_bytes_per_s``: an empty newcomer is the emptiest of
   all, and would otherwise get everything at once.
 * **Circuit breaker.** Each failure in a row doubles the time for which a worker gets nothing and sends nothing, up to
-  ``suspend_limit_s``; one success ends that. One sick worker costs a try now and then, not every try.
+  ``suspend_limit_s``; one success ends that. One sick worker costs a try now and then, not every try. When a copy
+  fails it is seldom plain whose fault it was: then the pair is left alone, and a worker only once it failed with two
+  others and with nobody succeeded since. So a sick worker does not take those down that deal with it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Peer:
     failures: int = 0
     """In a row."""
     suspended_until_s: float = float("-inf")
+    failed_with: set[WorkerId] = field(default_factory=set)
+    """Partners with which copies failed since the last that did not."""
     next_copy_s: float = float("-inf")
     """When it may get the next copy: what it got lately is paid for by then."""
     busy: set[str] = field(default_factory=set)
@@ -66,6 +70,8 @@ class Fleet:
         self._policy, self._membership = policy, membership
         #: all and only members that are not dead
         self.peers: dict[WorkerId, Peer] = {}
+        #: {(source, target): (failures in a row, until when they are left alone)}
+        self._pairs: dict[tuple[WorkerId, WorkerId], tuple[int, float]] = {}
 
     def member(self, worker: WorkerId) -> Member | None:
         """The worker unless dead or unknown."""
@@ -78,6 +84,7 @@ class Fleet:
     def leave(self, worker: WorkerId) -> None:
         """A worker is dead."""
         self.peers.pop(worker, None)
+        self._pairs = {pair: pause for pair, pause in self._pairs.items() if worker not in pair}
 
     def is_usable(self, worker: WorkerId, *, now: float) -> bool:
         """Whether it may send and, unless it drains, receive: heard of lately, and not failing."""
@@ -146,18 +153,46 @@ class Fleet:
             if peer is not None:
                 setattr(peer, kind, max(0, getattr(peer, kind) - 1))
 
+    def are_apart(self, source: WorkerId, target: WorkerId, *, now: float) -> bool:
+        """Whether copies between these two are left alone for now."""
+        pause = self._pairs.get((source, target))
+        return pause is not None and now < pause[1]
+
     def succeeded(self, worker: WorkerId) -> None:
         """It did what it was asked."""
         peer = self.peers.get(worker)
         if peer is not None:
             peer.failures, peer.suspended_until_s = 0, float("-inf")
+            peer.failed_with.clear()
+
+    def pair_succeeded(self, source: WorkerId, target: WorkerId) -> None:
+        """A copy between them arrived."""
+        self._pairs.pop((source, target), None)
+        self.succeeded(source)
+        self.succeeded(target)
+
+    def pair_failed(self, source: WorkerId, target: WorkerId, *, now: float) -> float:
+        """A copy between them failed, by whose fault ever; for how many seconds they are kept apart now."""
+        failures = self._pairs.get((source, target), (0, 0.0))[0]
+        pause_s = self._pause_s(failures)
+        self._pairs[source, target] = (failures + 1, now + pause_s)
+        for worker, other in ((source, target), (target, source)):
+            peer = self.peers.get(worker)
+            if peer is not None:
+                peer.failed_with.add(other)
+                if len(peer.failed_with) > 1:
+                    self.failed(worker, now=now)
+        return pause_s
 
     def failed(self, worker: WorkerId, *, now: float) -> float:
         """It did not; for how many seconds it is left alone now."""
         peer = self.peers.get(worker)
         if peer is None:
             return 0.0
-        pause_s = min(self._policy.suspend_limit_s, self._policy.suspend_first_s * 2.0 ** min(peer.failures, 30))
+        pause_s = self._pause_s(peer.failures)
         peer.failures += 1
         peer.suspended_until_s = now + pause_s
         return pause_s
+
+    def _pause_s(self, failures: int) -> float:
+        return min(self._policy.suspend_limit_s, self._policy.suspend_first_s * 2.0 ** min(failures, 30))

@@ -396,6 +396,7 @@ class Planner:
                     self._drop(hello.worker, now, "it began anew")
                     fresh = now - self._started_s > _LEARN_S
                     self._fleet.join(hello, now=now, fresh=fresh)
+                    self.map.replace(hello.worker, ())
                     self._act(self._feed.joined(hello.worker, hello.incarnation, now), out)
                 case Changed(worker, incarnation, before, after, why):
                     if after == "dead":
@@ -403,6 +404,7 @@ class Planner:
                     elif before == "dead":
                         hello = self._membership.members[worker].hello
                         self._fleet.join(hello, now=now, fresh=False)
+                        self.map.replace(worker, ())
                         self._act(self._feed.joined(worker, incarnation, now), out)
                 case Unknown():
                     self._call_roll(out, now)
@@ -610,7 +612,7 @@ class Planner:
         spec = self._spec_of(path)
         on_host = Counter(self._fleet.peers[worker].host for worker in self.map.named(holding)
                           if worker in self._fleet.peers)
-        best: tuple[tuple[Any, ...], Peer, int] | None = None
+        candidates: list[tuple[tuple[Any, ...], Peer, int]] = []
         for peer in self._fleet.targets(spec, now=now):
             bit = self.map.bit(peer.id)
             if bit & holding or self._is_leaving(peer.id) or self._is_paused(peer.id, path[-1], now):
@@ -625,16 +627,15 @@ class Planner:
             # A drain keeps chains together; a copy for heat goes where there is none.
             score = ((-min(have, 1), peer.role_rank, load, peer.id) if drain is not None else
                      (on_host[peer.host], peer.role_rank, load, -have, peer.id))
-            if best is None or score < best[0]:
-                best = (score, peer, have)
-        if best is None:
+            candidates.append((score, peer, have))
+        for _, target, have in sorted(candidates, key=lambda candidate: candidate[0]):
+            keys = path[have:have + self.policy.batch_blocks]
+            chosen = self._source(keys, target, now)
+            if chosen is not None:
+                source, run = chosen
+                break
+        else:
             return None
-        _, target, have = best
-        keys = path[have:have + self.policy.batch_blocks]
-        chosen = self._source(keys, target, now)
-        if chosen is None:
-            return None
-        source, run = chosen
         blocks: list[StoredBlock] = []
         nbytes = 0
         for key in keys[:run]:
@@ -674,7 +675,8 @@ class Planner:
         for worker in self.map.named(masks[0]):
             peer = self._fleet.peers.get(worker)
             if (peer is None or worker == target.id or peer.sending >= self.policy.send_limit
-                    or not self._fleet.is_usable(worker, now=now)):
+                    or not self._fleet.is_usable(worker, now=now)
+                    or self._fleet.are_apart(worker, target.id, now=now)):
                 continue
             run = leading(masks, self.map.bit(worker))
             score = (-run, peer.host != target.host, peer.sending, self._fleet.queued(worker), worker)
@@ -691,9 +693,9 @@ class Planner:
         if self._copies.pop(copy.operation, None) is None:
             return
         self._fleet.over(copy.source, copy.target)
-        held, why, blame = 0, "", copy.target
+        held, answered = 0, isinstance(reply, Replicated)
         if isinstance(reply, Replicated):
-            held, why, blame = max(0, min(reply.blocks, len(copy.keys))), reply.why, copy.source
+            held, why = max(0, min(reply.blocks, len(copy.keys))), reply.why
             self._nbytes_copied += max(0, reply.nbytes)
         else:
             why = str(getattr(reply, "message", reply))
@@ -709,8 +711,7 @@ class Planner:
         self._outcomes["copy", "failed"] += len(copy.keys) - held
         place = (copy.target, copy.prefix)
         if held == len(copy.keys):
-            self._fleet.succeeded(copy.source)
-            self._fleet.succeeded(copy.target)
+            self._fleet.pair_succeeded(copy.source, copy.target)
             self._pauses.pop(place, None)
             return
         failures = self._pauses.get(place, (0, 0.0))[0]
@@ -720,12 +721,14 @@ class Planner:
         self._pauses[place] = (failures + 1, now + pause_s)
         if draining is not None:
             draining.tries[copy.prefix] += 1
-        suspended_s = 0.0
-        if why not in _NOT_THEIR_FAULT:
-            suspended_s = self._fleet.failed(blame, now=now)
+        apart = ""
+        if not answered:
+            apart = f"; {copy.target} is left alone for {self._fleet.failed(copy.target, now=now):.0f} s"
+        elif why not in _NOT_THEIR_FAULT:
+            apart_s = self._fleet.pair_failed(copy.source, copy.target, now=now)
+            apart = f"; {copy.source} and {copy.target} are kept apart for {apart_s:.0f} s"
         self._decided("failed", copy.target, len(copy.keys) - held, copy.nbytes,
-                      f"{why or 'no reason given'}; again there in {pause_s:.0f} s"
-                      + (f", {blame} is left alone for {suspended_s:.0f} s" if suspended_s else ""), now)
+                      f"{why or 'no reason given'}; this prefix again there in {pause_s:.0f} s{apart}", now)
 
     # Protecting and trimming.
 
