@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from load import plots
-from load.sim import figures
+from load.sim import figures, paper
 from load.sim.experiment import DISCIPLINES, Result, RunOptions, load_trace, simulate
 from load.sim.faults import parse_fault
 from load.sim.many import GOOD_SHARE, find_knee
@@ -52,8 +52,8 @@ DramTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of KV a pref
                                                             "profile's unless given.")]
 SsdTokens = Annotated[int, typer.Option(min=0, help="Tokens of KV on a prefill node's SSD.")]
 PolicyName = Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")]
-AdmissionName = Annotated[str, typer.Option("--admission", help=f"One of {', '.join(ADMISSIONS)}; {OURS} goes by its own "
-                                                                "rules unless it is none.")]
+AdmissionName = Annotated[str, typer.Option("--admission", help=(
+    f"One of {', '.join(ADMISSIONS)}; {OURS} goes by its own rules unless it is none."))]
 Queue = Annotated[str, typer.Option(help=f"Order in prefill queues, one of {', '.join(DISCIPLINES)}; unless given "
                                          f"aged for {OURS} and fcfs for others.")]
 RateScale = Annotated[float, typer.Option(help="2 sends twice as fast as the trace did.")]
@@ -162,7 +162,7 @@ def compare_command(
 def knee_command(
     trace: Traces,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="Again for more; ours unless given.")] = None,
-    good: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of all requests inside both bounds.")] = GOOD_SHARE,
+    good: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of requests inside both bounds.")] = GOOD_SHARE,
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, coupled: Coupled = 0, prefix_cache: PrefixCache = False, chunk_tokens: ChunkTokens = 0,
     profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None, dram_tokens: DramTokens = None,
@@ -192,10 +192,38 @@ def knee_command(
                          f"{knee.result.summary.long_ttft_p99_s:.1f}"))
             data.append({"rate_scale": knee.rate_scale, "tried": knee.tried, **run_data(knee.result)})
     page = Page(title=f"Highest rate with {good:.0%} inside TTFT {ttft_slo} and TBT {tbt_slo}", facts=_facts(base))
-    page.tables = [Table("Knees", ("trace", "policy", "rate", "inside both", "mean TTFT, s", "long prompts' P99, s"), rows)]
+    heads = ("trace", "policy", "rate", "inside both", "mean TTFT, s", "long prompts' P99, s")
+    page.tables = [Table("Knees", heads, rows)]
     page.figures = {"knees": (page.title, figures.bars([label(read.name) for read in reads], found,
                                                        unit="times the trace's rate"))}
     _finish(out, "knee", page, {"knees": data}, json)
+
+
+@_command("paper")
+def paper_command(
+    traces: Annotated[Path, typer.Option(help=f"Folder with {', '.join(f'{name}.jsonl' for name in paper.TRACES)}.")],
+    part: Annotated[list[str] | None, typer.Option(
+        help=f"One of {', '.join(paper.PARTS)}; again for more, all unless given.")] = None,
+    profile: ProfileName = "a800-llama3-70b", seed: Seed = 0, limit: Limit = None, json: Json = None, out: Out = None,
+) -> None:
+    """Set what the Mooncake papers published beside simulations of their policy and of ours.
+
+    Example: moonbus sim paper --traces traces --part fig5 --part fig10
+    """
+    plots.require()
+    for name in part or ():
+        if name not in paper.PARTS:
+            raise UserError(f"--part {name}: there are {', '.join(paper.PARTS)}")
+    reads = {name: load_trace(traces / f"{name}.jsonl", limit=limit) for name in paper.TRACES}
+    console = Console(stderr=True, highlight=False)
+    runs = paper.Paper(reads, RunOptions(profile=profile, seed=seed), console.print)
+    page, data = Page(title="Published and simulated"), {}
+    for name in part or paper.PARTS:
+        outcome = runs.run(name)
+        page.tables += outcome.tables
+        page.figures |= outcome.figures
+        data |= outcome.data
+    _finish(out, "paper", page, data, json)
 
 
 def label(name: str) -> str:
@@ -226,12 +254,13 @@ def _what(options: RunOptions) -> str:
 def _facts(options: RunOptions) -> list[tuple[str, str]]:
     nodes = f"{options.coupled} coupled" if options.coupled else f"{options.prefill} prefill, {options.decode} decode"
     return [("nodes", nodes), ("profile", options.profile), ("admission", options.admission),
-            ("bounds", f"TTFT {options.ttft_slo}, TBT {format_seconds(options.tbt_slo_s)}"), ("seed", str(options.seed))]
+            ("bounds", f"TTFT {options.ttft_slo}, TBT {format_seconds(options.tbt_slo_s)}"),
+            ("seed", str(options.seed))]
 
 
 def _summary_table(results: Mapping[str, Result], *, title: str = "Summary") -> Table:
-    heads = ("", "completed", "turned away", "TTFT mean", "p50", "p90", "p99", "TBT mean", "p99", "inside both", "reused",
-             "prefill, GPU s", "wasted, s", "pulled, TB")
+    heads = ("", "completed", "turned away", "TTFT mean", "p50", "p90", "p99", "TBT mean", "p99", "inside both",
+             "reused", "prefill, GPU s", "wasted, s", "pulled, TB")
     rows = []
     for name, result in results.items():
         s = result.summary
@@ -258,6 +287,8 @@ def _finish(out: Path | None, what: str, page: Page, data: Mapping[str, Any], js
             for row in table.rows:
                 grid.add_row(*row)
         console.print(grid)
+        if table.note:
+            console.print(table.note, highlight=False)
     console.print(f"report: {directory / PAGE_FILE}", soft_wrap=True, highlight=False)
 
 

@@ -22,7 +22,8 @@ def distributions(results: Mapping[str, Result]) -> bytes:
         for axes, column in ((left, 3), (right, 4)):
             values = np.sort(table[:, column][~np.isnan(table[:, column])])
             if len(values):
-                axes.step(np.maximum(values, 1e-3), np.arange(1, len(values) + 1) / len(values), where="post", label=name)
+                shares = np.arange(1, len(values) + 1) / len(values)
+                axes.step(np.maximum(values, 1e-3), shares, where="post", label=name)
     for axes, title in ((left, "TTFT, s"), (right, "TBT, s")):
         axes.set_xscale("log")
         axes.set_xlabel(title)

@@ -155,11 +155,11 @@ class PrefillNode:
         fetch = _Fetch(job, own, end, slots, len(parts))
         patience_s = _LEAST_FETCH_S + (end - own) * self._block_bytes / _LEAST_FETCH_BYTES_PER_S
         self._loop.after(patience_s, self._fetched, fetch)
-        for start, until, source in parts:
-            if source is None:
+        for start, until, owner in parts:
+            if owner is None:
                 self._loop.at(self._read_ssd(until - start), self._arrived, fetch, start, until)
             else:
-                self._loop.after(self.life.delay_s, self._ask, fetch, start, until, source)
+                self._loop.after(self.life.delay_s, self._ask, fetch, start, until, owner)
 
     def _is_worth_reading(self, job: Job, start: int, end: int) -> bool:
         tokens = job.block_tokens
@@ -400,7 +400,8 @@ class _Fetch:
     __slots__ = ("attempt", "end", "is_over", "job", "missing", "own", "parts", "slots")
 
     def __init__(self, job: Job, own: int, end: int, slots: list[int], missing: int) -> None:
-        self.job, self.attempt, self.own, self.end, self.slots, self.missing = job, job.attempt, own, end, slots, missing
+        self.job, self.attempt = job, job.attempt
+        self.own, self.end, self.slots, self.missing = own, end, slots, missing
         #: {first block: end of what came from there}
         self.parts: dict[int, int] = {}
         self.is_over = False

@@ -139,7 +139,8 @@ class PublishedPolicy(ABC):
         return Placement(
             request=ask.request, attempt=ask.attempt, conductor=self._conductor, prefill=hello.worker,
             prefill_incarnation=hello.incarnation, decode=decode.id, decode_incarnation=decode.hello.incarnation,
-            own_blocks=choice.own_blocks, sources=list(choice.sources), hit_tokens=choice.hit_blocks * view.block_tokens,
+            own_blocks=choice.own_blocks, sources=list(choice.sources),
+            hit_tokens=choice.hit_blocks * view.block_tokens,
             predicted_queue_s=prediction.queue_s, predicted_transfer_s=prediction.transfer_s,
             predicted_prefill_s=prediction.prefill_s, predicted_tbt_s=prediction.tbt_s, candidates=candidates)
 
