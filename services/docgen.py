@@ -36,6 +36,7 @@ SETTINGS_MODULES: tuple[tuple[str, str], ...] = (
     ("conductor", "services.conductor.settings"),
     ("prefill", "services.prefill.settings"),
     ("decode", "services.decode.settings"),
+    ("store", "services.store.settings"),
     ("store-manager", "services.store_manager.settings"),
     ("launcher", "services.launcher.settings"),
 )

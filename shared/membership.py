@@ -186,16 +186,18 @@ class Membership:
         ]
 
     def specs(self) -> dict[str, Hello]:
-        """{model name: a hello that carries its spec}, over workers that are not dead."""
+        """{model name: a hello that carries its spec}, over workers that compute and are not dead."""
         found: dict[str, Hello] = {}
         for _, member in sorted(self.members.items()):
-            if member.state != "dead":
+            if member.state != "dead" and member.hello.role != "store":
                 found.setdefault(member.hello.spec.model, member.hello)
         return found
 
     def _conflict(self, hello: Hello) -> str:
+        if hello.role == "store":
+            return ""  # it lends for what it is told, and may outlive those who told it
         for other in self.members.values():
-            if other.state == "dead" or other.hello.worker == hello.worker:
+            if other.state == "dead" or other.hello.worker == hello.worker or other.hello.role == "store":
                 continue
             if other.hello.spec.model != hello.spec.model:
                 continue

@@ -166,7 +166,8 @@ class Roster:
 
     async def _hello(self, delivery: Delivery) -> None:
         self._react(self.membership.hello(delivery.message, now=self._clock.monotonic()))
-        self._look_for(delivery.message.spec)
+        if delivery.message.role != "store":  # that lends for models, it serves none
+            self._look_for(delivery.message.spec)
 
     async def _heartbeat(self, delivery: Delivery) -> None:
         self._react(self.membership.load(delivery.message, now=self._clock.monotonic()))

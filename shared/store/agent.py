@@ -98,7 +98,7 @@ class StoreAgent:
         self._cooled = asyncio.Event()
         """Some block may have become one to copy to the SSD."""
         self._background: set[asyncio.Task[Any]] = set()
-        self._hole_s = -math.inf
+        self._hole, self._hole_s = 0, -math.inf
         if ssd is not None:
             ssd.on_stored = self.announce_stored
             ssd.on_evicted = self._announce_lost
@@ -231,17 +231,14 @@ class StoreAgent:
 
     def observe(self) -> PoolStatistics:
         """Counts of the pool's slots, which also become metrics."""
-        statistics = self.pool.statistics()
-        metrics.KV_BLOCKS.labels(use="used").set(statistics.private + statistics.pinned)
-        metrics.KV_BLOCKS.labels(use="cached").set(statistics.cached - statistics.pinned)
-        metrics.KV_BLOCKS.labels(use="free").set(statistics.free)
-        metrics.KV_CACHED_BYTES.labels(tier=Tier.DRAM).set(statistics.cached * self._spec.block_bytes)
-        if self.ssd is not None:
-            self.ssd.observe()
+        set_levels([self])
+        return self.pool.statistics()
+
+    def largest_hole(self) -> int:
+        """Longest run of free slots, as of a few seconds ago."""
         if (now := self._clock.monotonic()) >= self._hole_s + _HOLE_S:
-            self._hole_s = now
-            metrics.KV_LARGEST_HOLE.set(self.pool.largest_hole())
-        return statistics
+            self._hole_s, self._hole = now, self.pool.largest_hole()
+        return self._hole
 
     def range(self, slot: int) -> Range:
         """The slot's place in the registered segment."""
@@ -402,7 +399,7 @@ class StoreAgent:
         limit = min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
         return plan_demotion(
             self.pool, held=ssd.has, fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0,
-            ahead=settings.ahead, least_odds=settings.least_odds, limit=limit, now=self._clock.monotonic())
+            ahead=settings.ahead, capacity=ssd.pool.statistics().total, least_odds=settings.least_odds, limit=limit, now=self._clock.monotonic())
 
     # --- fetching ----------------------------------------------------------------------------------------------
 
@@ -579,3 +576,20 @@ class StoreAgent:
     def _slices(self, slots: Sequence[int], ranges: Sequence[Range]) -> list[Slice]:
         return [Slice(self._segment, self.range(slot).offset, place)
                 for slot, place in zip(slots, ranges, strict=False)]
+
+
+def set_levels(agents: Sequence[StoreAgent]) -> None:
+    """Sets the metrics of a process whose agents these are."""
+    pools = [(agent.pool.statistics(), agent.block_bytes) for agent in agents]
+    metrics.KV_BLOCKS.labels(use="used").set(sum(pool.private + pool.pinned for pool, _ in pools))
+    metrics.KV_BLOCKS.labels(use="cached").set(sum(pool.cached - pool.pinned for pool, _ in pools))
+    metrics.KV_BLOCKS.labels(use="free").set(sum(pool.free for pool, _ in pools))
+    metrics.KV_CACHED_BYTES.labels(tier=Tier.DRAM).set(sum(pool.cached * nbytes for pool, nbytes in pools))
+    metrics.KV_LARGEST_HOLE.set(max((agent.largest_hole() for agent in agents), default=0))
+    tiers = [(agent.ssd, agent.ssd.pool.statistics(), agent.block_bytes) for agent in agents if agent.ssd is not None]
+    if tiers:
+        metrics.KV_CACHED_BYTES.labels(tier=Tier.SSD).set(sum(pool.cached * nbytes for _, pool, nbytes in tiers))
+        metrics.SSD_SLOTS.labels(use="used").set(sum(pool.cached for _, pool, _ in tiers))
+        metrics.SSD_SLOTS.labels(use="ready").set(sum(ssd.ready_slots for ssd, _, _ in tiers))
+        metrics.SSD_SLOTS.labels(use="limit").set(sum(pool.total for _, pool, _ in tiers))
+        metrics.SSD_PAUSED.set(any(ssd.pause_left_s() for ssd, _, _ in tiers))

@@ -28,30 +28,37 @@ LOOK_BLOCKS = 2048
 
 
 def plan_demotion(pool: BlockPool, *, held: Callable[[BlockKey], bool], fits: Callable[[StoredBlock], bool],
-                  ahead: float, least_odds: float, limit: int, now: float) -> list[StoredBlock]:
+                  ahead: float, capacity: int, least_odds: float, limit: int, now: float) -> list[StoredBlock]:
     """The up to ``limit`` blocks of ``pool`` to copy next, parents before children; changes nothing.
 
     ``held``: is it on the SSD? ``fits``: may it be written at all? ``ahead``: the share of the pool's slots that shall
-    be free or copied. ``least_odds``: blocks less likely to be used again are left out, unless others need them.
+    be free or copied. ``capacity``: blocks that the SSD holds at most; more are never wanted there, or copies would
+    push each other out for ever. ``least_odds``: blocks less likely to be used again are left out, unless others need
+    them.
     """
     statistics = pool.statistics()
-    wanted = min(int(statistics.total * ahead) - statistics.free, LOOK_BLOCKS)
-    chosen: dict[BlockKey, StoredBlock] = {}
-    if wanted <= 0:
+    count = min(int(statistics.total * ahead) - statistics.free, LOOK_BLOCKS)
+    if count <= 0:
         return []
-    for block in pool.coldest(wanted, now=now):
+    wanted: set[BlockKey] = set()
+    chosen: list[StoredBlock] = []
+    for block in pool.coldest(count, now=now):
         if len(chosen) >= limit:
             break
-        if held(block.key) or block.key in chosen or pool.policy.reuse_odds(block.key) < least_odds:
+        if block.key in wanted or pool.policy.reuse_odds(block.key) < least_odds:
             continue
         chain: list[StoredBlock] = []
         above: StoredBlock | None = block
-        while above is not None and above.key not in chosen and not held(above.key):
+        while above is not None and above.key not in wanted:
             chain.append(above)
             above = pool.block(above.parent) if above.depth else None
-        if all(map(fits, chain)):
-            chosen.update((each.key, each) for each in reversed(chain))
-    return list(chosen.values())[:limit]
+        if len(wanted) + len(chain) > capacity:
+            break
+        missing = [each for each in reversed(chain) if not held(each.key)]
+        if all(map(fits, missing)):
+            wanted.update(each.key for each in chain)
+            chosen += missing
+    return chosen[:limit]
 
 
 class Breaker:

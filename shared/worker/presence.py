@@ -21,7 +21,7 @@ from shared.bus.nats import NatsBus
 from shared.bus.subjects import BYE, HELLO, LOAD, REFUSE, ROLLCALL
 from shared.errors import BusError, UserError
 from shared.messages import Bye, Hello, Load
-from shared.worker.settings import WorkerSettings
+from shared.settings import CommonSettings
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Refused(UserError):
 class Presence:
     """Open it once the worker can work; :attr:`refused` ends with an error when a conductor refuses it."""
 
-    def __init__(self, bus: Bus, settings: WorkerSettings, hello: Hello, load: Callable[[], Load]) -> None:
+    def __init__(self, bus: Bus, settings: CommonSettings, hello: Hello, load: Callable[[], Load]) -> None:
         self._bus, self._settings, self._hello, self._load = bus, settings, hello, load
         self._latest = load()
         self._turned_s = time.monotonic()

@@ -25,10 +25,11 @@ from shared.messages import Hello, Load, Role
 from shared.models import ModelDir, cache_spec, resolve
 from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
+from shared.store.door import Door
 from shared.store.policies import POLICIES, make
 from shared.store.ssd.files import Files
 from shared.store.ssd.tier import SsdTier
-from shared.transfer import TransferEngine
+from shared.transfer import Segment, TransferEngine
 from shared.units import format_bytes
 from shared.worker.presence import Presence
 from shared.worker.settings import StoreSettings, WorkerSettings
@@ -96,7 +97,7 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
                      time.monotonic() - began_s)
             async with open_agent(
                 settings, worker=worker, incarnation=incarnation, spec=spec, num_blocks=num_blocks,
-                memory=segment.buffer, transfer=transfer, bus=bus, clock=clock, files=files,
+                segment=segment, transfer=transfer, bus=bus, clock=clock, files=files,
             ) as agent:
                 yield Worker(id=worker, incarnation=incarnation, role=role, settings=settings, model=model, spec=spec,
                              num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine)
@@ -104,10 +105,10 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
 
 @asynccontextmanager
 async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: Incarnation, spec: CacheSpec,
-                     num_blocks: int, memory: memoryview, transfer: TransferEngine, bus: Bus, clock: Clock,
+                     num_blocks: int, segment: Segment, transfer: TransferEngine, bus: Bus, clock: Clock,
                      files: Files | None = None) -> AsyncIterator[StoreAgent]:
-    """A store agent over the registered segment ``SEGMENT``, whose bytes are ``memory``, with the SSD tier that
-    ``settings`` want."""
+    """A store agent over the registered ``segment``, with the SSD tier that ``settings`` want and a door for clients.
+    """
     if settings.cache_policy not in POLICIES:
         raise SettingError("cache_policy", settings.cache_policy, f"one of {', '.join(POLICIES)}")
     pool = BlockPool(num_blocks, make(settings.cache_policy))
@@ -115,11 +116,15 @@ async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: 
         ssd = None
         if settings.ssd.dir:
             ssd = await stack.enter_async_context(SsdTier.open(
-                settings.ssd.directory(worker, spec.digest), spec, settings.ssd, policy=make(settings.cache_policy),
-                clock=clock, files=files))
+                settings.ssd.directory(worker, spec.digest), spec, settings.ssd, clock=clock, files=files))
         agent = StoreAgent(worker=worker, incarnation=incarnation, spec=spec, pool=pool, transfer=transfer,
-                           segment=SEGMENT, memory=memory, bus=bus, clock=clock, ssd=ssd, ssd_settings=settings.ssd)
-        yield await stack.enter_async_context(agent.open())
+                           segment=SEGMENT, memory=segment.buffer, bus=bus, clock=clock, ssd=ssd,
+                           ssd_settings=settings.ssd)
+        await stack.enter_async_context(agent.open())
+        await stack.enter_async_context(Door.open(
+            agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,
+            incarnation=incarnation, clock=clock, settings=settings.transfer))
+        yield agent
 
 
 def named(settings: S, role: Role) -> S:

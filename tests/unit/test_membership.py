@@ -317,3 +317,15 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
+
+
+def test_a_store_serves_no_model_and_conflicts_with_nobody() -> None:
+    """It may lend for a spec whose workers are gone, while others serve the same model anew."""
+    members = Membership(2, 8)
+    other = msgspec.structs.replace(SPEC, weights_digest="22" * 32)
+    assert [type(change) for change in members.hello(hello("s1", role="store"), now=0)] == [Joined]
+    assert members.specs() == {} and members.usable(SPEC.digest, "prefill") == []
+    assert [type(change) for change in members.hello(hello("w1", spec=other), now=0)] == [Joined]
+    assert [type(change) for change in members.hello(hello("s2", role="store"), now=0)] == [Joined]
+    assert members.specs()[SPEC.model].worker == "w1"
+    assert isinstance(members.hello(hello("w2"), now=0)[0], Conflict)

@@ -426,7 +426,7 @@ def _impossible(hello: Hello) -> str:
     sizes = {"layers": spec.layers, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim,
              "block_tokens": spec.block_tokens, "max_running": hello.max_running}
     small = [f"{name} is {size}" for name, size in sizes.items() if size < 1]
-    if spec.dtype not in ("float32", "float16", "bfloat16"):
+    if spec.dtype not in ("float32", "float16", "bfloat16") and not (hello.role == "store" and spec.is_opaque):
         small.append(f"dtype is {spec.dtype!r}")
     return f"worker {hello.worker} registers what cannot be: {', '.join(small)}" if small else ""
 

@@ -26,7 +26,7 @@ from shared.ids import BlockKey, OperationId, fresh
 from shared.kv import CacheSpec, Tier
 from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
-from shared.store.policies import Policy
+from shared.store.policies.lru import Lru
 from shared.store.settings import SsdSettings
 from shared.store.ssd import record
 from shared.store.ssd.files import FULL, DiskFiles, Files
@@ -97,7 +97,7 @@ class SsdTier:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, directory: Path, spec: CacheSpec, settings: SsdSettings, *, policy: Policy, clock: Clock,
+    async def open(cls, directory: Path, spec: CacheSpec, settings: SsdSettings, *, clock: Clock,
                    files: Files | None = None) -> AsyncIterator[SsdTier | None]:
         """The tier in ``directory`` with the blocks it held; ``None`` when the disk fails or has no room for a slot.
 
@@ -117,7 +117,7 @@ class SsdTier:
             log.error("action=ssd_unusable dir=%s error=%s", directory, error)
             yield None
             return
-        tier = cls(slots, _restored(slots, most, policy, clock), settings, spec, clock)
+        tier = cls(slots, _restored(slots, most, clock), settings, spec, clock)
         found = slots.found
         metrics.SSD_RESTORED_BLOCKS.labels(what="usable").inc(len(found.records))
         metrics.SSD_RESTORED_BLOCKS.labels(what="damaged").inc(found.damaged)
@@ -157,14 +157,10 @@ class SsdTier:
         """How long a call over so many blocks may take."""
         return self._settings.timeout_s + blocks * self._block_bytes / self._settings.min_bytes_per_s
 
-    def observe(self) -> None:
-        """Sets the metrics that are levels."""
-        statistics = self.pool.statistics()
-        metrics.KV_CACHED_BYTES.labels(tier=Tier.SSD).set(statistics.cached * self._block_bytes)
-        metrics.SSD_SLOTS.labels(use="used").set(statistics.cached)
-        metrics.SSD_SLOTS.labels(use="ready").set(self._slots.ready_slots)
-        metrics.SSD_SLOTS.labels(use="limit").set(statistics.total)
-        metrics.SSD_PAUSED.set(self.pause_left_s() > 0)
+    @property
+    def ready_slots(self) -> int:
+        """Slots that have room on the disk."""
+        return self._slots.ready_slots
 
     async def read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *,
                    timeout_s: float | None = None) -> Reading:
@@ -352,9 +348,7 @@ class SsdTier:
         except OSError as error:
             self._full(error)
             return
-        growing = OperationId(fresh("grow", 4))
-        self.pool.move(range(ready, now_ready), _UNBACKED, growing)
-        self.pool.release(growing)
+        _free(self.pool, range(ready, now_ready), _UNBACKED)
 
     async def _see_through(self, job: Job[T], timeout_s: float) -> T:
         """The job's result, however late: the memory it works on is in use until then. A late one trips the breaker."""
@@ -475,13 +469,27 @@ class SsdTier:
         return True
 
 
-def _restored(slots: SlotFiles, most: int, policy: Policy, clock: Clock) -> BlockPool:
-    """A pool with what was found, each in its slot; slots without room on the disk belong to ``_UNBACKED``."""
-    pool, found = BlockPool(most, policy), slots.found.records
+def _restored(slots: SlotFiles, most: int, clock: Clock) -> BlockPool:
+    """A pool with what was found, each in its slot; slots without room on the disk belong to ``_UNBACKED``.
+
+    Its policy is LRU whatever memory's is: that one chose what is written, and the order of writing is the order in
+    which memory gave it up.
+    """
+    pool, found = BlockPool(most, Lru()), slots.found.records
     now, restoring = clock.monotonic(), OperationId("restore")
     pool.allocate(_UNBACKED, most, now=now - 1.0)
     pool.move(range(slots.ready_slots), _UNBACKED, restoring)
     for number, (slot, held) in enumerate(found):
         pool.seal(restoring, slot, held.block, now=now - 1.0 + number / len(found))
+    used = {slot for slot, _ in found}
+    _free(pool, [slot for slot in range(slots.ready_slots) if slot not in used], restoring)
     pool.release(restoring)
     return pool
+
+
+def _free(pool: BlockPool, slots: Sequence[int], holder: OperationId) -> None:
+    """Frees private slots so that the lowest are used first: blocks of a chain then lie behind each other."""
+    freeing = OperationId(f"{holder}.free")
+    for slot in reversed(slots):
+        pool.move([slot], holder, freeing)
+        pool.release(freeing)

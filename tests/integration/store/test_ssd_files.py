@@ -108,8 +108,8 @@ def test_power_lost(written: list[tuple[str, int, bytes]], data: st.DataObject) 
 
 
 @settings(max_examples=80, deadline=None)
-@given(name=st.sampled_from(["index", "blocks"]), cut=st.integers(0, 2**17), flips=st.lists(st.integers(0, 2**20), max_size=8),
-       truncate=st.booleans())
+@given(name=st.sampled_from(["index", "blocks"]), cut=st.integers(0, 2**17),
+       flips=st.lists(st.integers(0, 2**20), max_size=8), truncate=st.booleans())
 def test_files_that_rot(written: list[tuple[str, int, bytes]], name: str, cut: int, flips: list[int],
                         truncate: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:

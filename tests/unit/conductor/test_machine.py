@@ -8,7 +8,7 @@ import msgspec
 
 from services.conductor.core.machine import Conductor, Converged, Deaf, Reconnected, Started
 from shared.ids import BlockKey, GatewayId, RequestId, WorkerId
-from shared.kv import Tier, pack_keys
+from shared.kv import CacheSpec, Tier, pack_keys
 from shared.machine import Answered, Asked, Publish, Reply, Request, Unanswered
 from shared.messages import (
     Bye,
@@ -121,6 +121,18 @@ class TestWorkers:
         play >> load("p1", kv_seq=1, draining=True)
         placement = answer(play, ask("r1", doc))
         assert placement.prefill == "p2" and [source.owner for source in placement.sources] == ["p1"]
+
+    def test_a_store_takes_no_work_but_sends_also_from_its_disk(self) -> None:
+        doc = chain("doc", 8)
+        play = stage(hello("p1"), hello("s1", "store"), hello("d1", "decode")) >> stored("s1", 1, doc, tier=Tier.SSD)
+        placement = answer(play, ask("r1", doc))
+        assert (placement.prefill, placement.decode) == ("p1", "d1")
+        assert [source.owner for source in placement.sources] == ["s1"]
+
+    def test_a_store_may_lend_for_values_that_are_no_kv_and_nobody_else_may(self) -> None:
+        values = CacheSpec.opaque("embeddings", 4096)
+        stage(hello("s1", "store", spec=values)).done()
+        (stage() >> hello("p1", spec=values) << like(Publish, address="refuse p1")).done()
 
     def test_goodbye(self) -> None:
         doc = chain("doc", 4)

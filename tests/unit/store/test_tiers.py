@@ -30,9 +30,10 @@ def filled(*chains: list[StoredBlock], slots: int = 16, policy: Lru | None = Non
 
 
 def plan(pool: BlockPool, *, held: Callable[[BlockKey], bool] = lambda key: False, ahead: float = 1.0,
-         limit: int = 100, fits: Callable[[StoredBlock], bool] = lambda block: True,
+         limit: int = 100, fits: Callable[[StoredBlock], bool] = lambda block: True, capacity: int = 1000,
          least_odds: float = 0.0) -> list[StoredBlock]:
-    return plan_demotion(pool, held=held, fits=fits, ahead=ahead, least_odds=least_odds, limit=limit, now=99.0)
+    return plan_demotion(pool, held=held, fits=fits, ahead=ahead, capacity=capacity, least_odds=least_odds, limit=limit,
+                         now=99.0)
 
 
 def test_ancestors_go_before_the_block_that_is_cold() -> None:
@@ -52,6 +53,16 @@ def test_what_is_there_is_not_copied_again() -> None:
     a = make_chain("a", 4)
     there = {block.key for block in a[:2]}
     assert plan(filled(a), held=there.__contains__) == a[2:]
+
+
+def test_no_more_is_wanted_than_the_ssd_holds() -> None:
+    a, b, c = make_chain("a", 4), make_chain("b", 4), make_chain("c", 4)
+    pool = filled(a, b, c)
+    assert plan(pool, capacity=9) == a + b
+    there = {block.key for block in c}
+    assert plan(pool, capacity=9, held=there.__contains__) == a + b
+    there = {block.key for block in a + b}
+    assert plan(pool, capacity=9, held=there.__contains__) == []
 
 
 def test_one_that_does_not_fit_keeps_what_needs_it_away_and_nothing_else() -> None:

@@ -1,0 +1,3 @@
+from services.store.app import main
+
+raise SystemExit(main({}))

@@ -1,0 +1,1 @@
+"""Decides which cache specs a store lends for. Pure."""
