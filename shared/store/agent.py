@@ -399,7 +399,8 @@ class StoreAgent:
         limit = min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
         return plan_demotion(
             self.pool, held=ssd.has, fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0,
-            ahead=settings.ahead, capacity=ssd.pool.statistics().total, least_odds=settings.least_odds, limit=limit, now=self._clock.monotonic())
+            ahead=settings.ahead, capacity=ssd.pool.statistics().total, least_odds=settings.least_odds, limit=limit,
+            now=self._clock.monotonic())
 
     # --- fetching ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from shared.bus.subjects import KV_EVICTED, KV_STORED
 from shared.clock import SystemClock
 from shared.ids import BlockKey, Incarnation, OperationId, RequestId, WorkerId, fresh
 from shared.kv import CacheSpec, Tier, unpack_keys
-from shared.messages import StoredBlock
+from shared.messages import Endpoint, StoredBlock
 from shared.store.agent import StoreAgent
 from shared.store.parts import Fetched, Part
 from shared.store.ssd.files import Files
@@ -31,6 +31,7 @@ class Holder:
     incarnation: Incarnation
     bus: NatsBus
     spec: CacheSpec
+    endpoint: Endpoint
     agent: StoreAgent = field(init=False)
     #: {(key, tier) announced as stored and not as evicted}, as whoever listens from the start knows it
     announced: set[tuple[BlockKey, Tier]] = field(default_factory=set)
@@ -99,7 +100,7 @@ async def open_holder(nats_url: str, worker: str, *, blocks: int = 32, spec: Cac
         bus = await stack.enter_async_context(NatsBus.connect(nats_url, name=worker))
         transfer = await stack.enter_async_context(TransferEngine.open(worker=name, incarnation=incarnation))
         segment = transfer.register(SEGMENT, blocks * spec.block_bytes)
-        holder = Holder(name, incarnation, bus, spec)
+        holder = Holder(name, incarnation, bus, spec, transfer.endpoint)
         listening = [await bus.subscribe(KV_STORED.at(worker=name), holder.on_stored),
                      await bus.subscribe(KV_EVICTED.at(worker=name), holder.on_evicted)]
         agent = holder.agent = await stack.enter_async_context(open_agent(
