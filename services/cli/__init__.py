@@ -31,9 +31,13 @@ app = typer.Typer(
 )
 serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreground, as containers do.")
 kv_app = typer.Typer(no_args_is_help=True, help="Look at the catalog of KV blocks.")
+store_app = typer.Typer(no_args_is_help=True, help="Steer the cluster-wide pool of KV blocks.")
+quota_app = typer.Typer(no_args_is_help=True, help="How many bytes of the pool each tenant may take.")
 models_app = typer.Typer(no_args_is_help=True, help="Fetch models and list what is here.")
 app.add_typer(serve_app, name="serve", rich_help_panel=_STACK)
 app.add_typer(kv_app, name="kv", rich_help_panel=_ASK)
+app.add_typer(store_app, name="store", rich_help_panel=_ASK)
+store_app.add_typer(quota_app, name="quota")
 app.add_typer(models_app, name="models", rich_help_panel=_TOOLS)
 
 _LAUNCHER = {field.name: field for field in describe(Settings, "launcher")}
@@ -168,6 +172,56 @@ def kv_stats(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     from services.cli.tables import stats as run
 
     run(nats_url, data_dir)
+
+
+@store_app.command("drain", epilog=(
+    "Examples:\n\n  moonbus store drain prefill-1\n\n  moonbus store drain prefill-1 --timeout 10min\n\n"
+    "Exit code 0 when the worker is empty. Ctrl-C stops looking, not the drain: --cancel does."))
+def store_drain(worker: Annotated[str, typer.Argument(help="Worker to empty; see `moonbus workers`.")],
+                timeout: Annotated[str, typer.Option(help="A drain that takes longer fails.")] = "300s",
+                cancel: Annotated[bool, typer.Option("--cancel", help="Stop the drain of this worker.")] = False,
+                nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Copy the blocks that only this worker holds to others, then let it go; shows how far it is."""
+    from services.cli.store import drain as run
+
+    raise typer.Exit(run(worker, nats_url, data_dir, timeout=timeout, cancel=cancel))
+
+
+@store_app.command("replicas", epilog="Examples:\n\n  moonbus store replicas\n\n  moonbus store replicas --hot")
+def store_replicas(hot: Annotated[bool, typer.Option("--hot", help="Only the hot prefixes.")] = False,
+                   limit: Annotated[int, typer.Option(help="Most rows of each table.", min=1, max=200)] = 20,
+                   nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Show hot prefixes and where their copies are, what each worker holds, and what was decided lately and why."""
+    from services.cli.store import replicas as run
+
+    run(nats_url, data_dir, limit=limit, hot=hot)
+
+
+@quota_app.command("ls", epilog="Example: moonbus store quota ls")
+def quota_ls(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """List the tenants with a quota and what they use."""
+    from services.cli.store import quotas as run
+
+    run(nats_url, data_dir)
+
+
+@quota_app.command("set", epilog="Example: moonbus store quota set acme 64GiB")
+def quota_set(tenant: Annotated[str, typer.Argument(help="Tenant.")],
+              size: Annotated[str, typer.Argument(metavar="BYTES", help="Bytes in the whole cluster, as 64GiB.")],
+              nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Limit a tenant's share of the pool; what is above it is evicted, its own blocks only."""
+    from services.cli.store import set_quota as run
+
+    run(tenant, size, nats_url, data_dir)
+
+
+@quota_app.command("rm", epilog="Example: moonbus store quota rm acme")
+def quota_rm(tenant: Annotated[str, typer.Argument(help="Tenant.")],
+             nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Take a tenant's quota away: nothing limits it any more."""
+    from services.cli.store import remove_quota as run
+
+    run(tenant, nats_url, data_dir)
 
 
 @app.command(rich_help_panel=_TOOLS, epilog="Examples:\n\n  moonbus doctor\n\n  moonbus doctor --port 9000")
