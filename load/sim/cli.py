@@ -217,7 +217,8 @@ def paper_command(
     reads = {name: load_trace(traces / f"{name}.jsonl", limit=limit) for name in paper.TRACES}
     console = Console(stderr=True, highlight=False)
     runs = paper.Paper(reads, RunOptions(profile=profile, seed=seed), console.print)
-    page, data = Page(title="Published and simulated"), {}
+    page = Page(title="Published and simulated")
+    data: dict[str, object] = {}
     for name in part or paper.PARTS:
         outcome = runs.run(name)
         page.tables += outcome.tables

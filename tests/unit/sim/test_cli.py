@@ -1,0 +1,71 @@
+"""``moonbus sim`` from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from load.sim.cli import app, label
+from shared.errors import UserError
+from tests.unit.sim.builders import profile_file, quick
+
+
+def rows(path: Path, count: int = 12) -> Path:
+    path.write_text("".join(json.dumps({"timestamp": 200 * i, "input_length": 95, "output_length": 4,
+                                        "hash_ids": [*range(9), 100 + i]}) + "\n" for i in range(count)))
+    return path
+
+
+def test_run_leaves_page_figures_and_numbers(tmp_path: Path) -> None:
+    profile = profile_file(tmp_path, quick())
+    result = CliRunner().invoke(app, [
+        "run", "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10", "--prefill", "2", "--decode", "1",
+        "--profile", profile, "--nic-gbps", "1", "--dram-tokens", "500", "--policy", "mooncake_a1",
+        "--admission", "slo", "--rate-scale", "2", "--ttft-slo", "10s", "--tbt-slo", "1s", "--limit", "10", "--seed", "3",
+        "--json", str(tmp_path / "numbers.json"), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers.keys() >= {
+        "requests", "accepted", "rejected", "completed", "ttft_s", "tbt_s", "slo_share", "prompt_tokens", "hit_tokens",
+        "transferred_bytes", "prefill_busy_s", "wasted_prefill_s", "sim_wall_s"}
+    assert numbers["ttft_s"].keys() >= {"mean", "p50", "p90", "p99"} and numbers["tbt_s"].keys() >= {"mean", "p99"}
+    assert numbers["requests"] == numbers["completed"] == 10 and numbers["slo_share"] == 1.0
+    assert numbers == json.loads((tmp_path / "out" / "result.json").read_text())
+    for name in ("latency", "load", "lengths"):
+        assert (tmp_path / "out" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_malformed_line_is_named_with_exit_code_2_and_nothing_is_written(tmp_path: Path) -> None:
+    path = rows(tmp_path / "t.jsonl", 2)
+    path.write_text(path.read_text() + '{"timestamp": 900, "input_length": "long", "output_length": 4}\n')
+    result = CliRunner().invoke(app, ["run", "--trace", str(path), "--block-tokens", "10", "--json",
+                                      str(tmp_path / "numbers.json"), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert f"{path}, line 3" in result.stderr and "$.input_length" in result.stderr
+    assert not (tmp_path / "numbers.json").exists() and not (tmp_path / "out").exists()
+
+
+def test_an_impossible_cluster_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["run", "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10",
+                                      "--prefill", "0", "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, UserError) and "--prefill is 0" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [["compare", "--policy", "moonbus", "--policy", "random"],
+                                     ["knee", "--policy", "random", "--ttft-slo", "1s"]])
+def test_compare_and_knee_leave_their_page(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [
+        *command, "--trace", str(rows(tmp_path / "toolagent_like.jsonl")), "--block-tokens", "10", "--prefill", "1",
+        "--decode", "1", "--profile", profile_file(tmp_path, quick()), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "synthetic stand-in" in (tmp_path / "out" / "report.html").read_text()
+    assert json.loads((tmp_path / "out" / "result.json").read_text())
+
+
+def test_the_stand_in_is_called_one() -> None:
+    assert "stand-in" in label("toolagent_like") and label("conversation_trace") == "conversation_trace"
