@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shared.ids import BlockKey
+from shared.ids import BlockKey, WorkerId
 from shared.kv import CacheSpec
 from shared.store import door_frames as frames
 from shared.store.client_doors import BROKEN, BYTES, QUESTIONS, Call, Doors, Gone, Visit
@@ -130,7 +130,7 @@ class Core:
         found = [False] * len(keys)
         if not self._map.seats:
             raise self._nobody()
-        asked: list[set[Seat]] = [set() for _ in keys]
+        asked: list[set[WorkerId]] = [set() for _ in keys]
         left: Sequence[int] = range(len(keys))
         reached = False
         why: Exception | None = None
@@ -144,7 +144,7 @@ class Core:
                 break
             for seat, wanted in groups.items():
                 for i in wanted:
-                    asked[i].add(seat)
+                    asked[i].add(seat.worker)
                 try:
                     marks = ask(seat, wanted)
                 except (Gone, NoStore, EntryRefused) as error:
@@ -162,13 +162,13 @@ class Core:
             raise why
         return found
 
-    def _next(self, key: BlockKey, asked: set[Seat]) -> Seat | None:
+    def _next(self, key: BlockKey, asked: set[WorkerId]) -> Seat | None:
         for seat in self._map.owners(key):
-            if seat not in asked:
+            if seat.worker not in asked:
                 return seat
         if len(asked) < MAX_ASKED:
             for seat in self._map.ranked(key):
-                if seat not in asked:
+                if seat.worker not in asked:
                     return seat
         return None
 
@@ -229,7 +229,7 @@ class Core:
 
     def _put_at(self, call: Call, seat: Seat, blocks: Sequence[frames.Block], parts: Sequence[Part], *,
                 wait_s: float) -> list[int]:
-        visit = self._doors.take(call, seat, BYTES)
+        visit = self._take_for(call, seat, parts)
         size = self._chunk(visit, 4)
         marks: list[int] = []
         waiting: deque[Sequence[frames.Block]] = deque()
@@ -248,6 +248,15 @@ class Core:
             raise self._seen(call, error, [mark == frames.Mark.YES for mark in marks]) from error
         self._doors.give_back(call, visit)
         return marks
+
+    def _take_for(self, call: Call, seat: Seat, parts: Sequence[Part]) -> Visit:
+        """A connection that takes these values."""
+        if len(parts) * self._nbytes <= frames.MAX_INLINE_BYTES and all(part.segment is not None for part in parts):
+            visit = self._doors.take(call, seat, QUESTIONS)
+            if not visit.local or len(parts) * self._nbytes <= visit.inline_bytes:
+                return visit
+            self._doors.give_back(call, visit)
+        return self._doors.take(call, seat, BYTES)
 
     def _stored(self, call: Call, visit: Visit, blocks: Sequence[frames.Block]) -> list[int]:
         marks = self._marks_of(visit)

@@ -66,6 +66,8 @@ class Visit:
     memory: MappedSegment | None
     """Of the worker, over a unix socket that serves questions."""
     serves: int
+    inline_bytes: int = 0
+    """Values of a PUT that a connection for questions takes."""
     attached: set[int] = field(default_factory=set)
     """Serials of our memory that the worker has the descriptors of."""
     done: int = 0
@@ -221,7 +223,8 @@ class Doors:
         except BaseException:
             line.close()
             raise
-        return Visit(line, seat, door, local, reply.proofs, memory, serves)
+        line.expects_no_descriptors()
+        return Visit(line, seat, door, local, reply.proofs, memory, serves, reply.inline_bytes)
 
     def _map(self, seat: Seat, line: Line) -> MappedSegment:
         """The worker's memory, mapped once."""

@@ -111,7 +111,8 @@ class Whereabouts:
 
     def owners(self, key: BlockKey) -> list[Seat]:
         """Those said to have it, nearest first."""
-        return sorted((seat for seat in self.seats if key in self._index.get(seat.worker, ())), key=self._distance)
+        owners = [seat for seat in self.seats if key in self._index.get(seat.worker, ())]
+        return owners if len(owners) < 2 else sorted(owners, key=self._distance)
 
     def ranked(self, key: BlockKey) -> list[Seat]:
         """Everybody, in the order in which ``key`` belongs to them: same host first, then by rendezvous hashing."""

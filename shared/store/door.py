@@ -59,6 +59,8 @@ TOKEN_S = 60.0
 HANDSHAKE_S = 5.0
 LOAN_S = 2.0
 """Longest time a client copies what it was shown; then its loan is over, whatever it does."""
+INLINE_BYTES = 512 << 10
+"""Values that the event loop copies itself, since handing them to a thread would take longer than that."""
 WATCH_S = 0.1
 MAX_VISITS = 256
 MAX_STOCK = 64
@@ -107,7 +109,7 @@ class _Visit:
     inbox: deque[object] = field(default_factory=deque)
     """Questions that were read and are not answered yet; without a thread."""
     sources: dict[int, MappedSegment] = field(default_factory=dict)
-    """{serial: memory of the client}; the thread's."""
+    """{serial: memory of the client}; the thread's if there is one."""
 
     @property
     def stock_operation(self) -> OperationId:
@@ -118,7 +120,9 @@ class Door:
     """Made by :meth:`open`; everything runs on the agent's event loop unless it is said to be the thread's."""
 
     def __init__(self, *, agent: StoreAgent, spec: CacheSpec, segment: Segment, num_blocks: int, bus: Bus,
-                 worker: WorkerId, incarnation: Incarnation, clock: Clock, settings: TransferSettings) -> None:
+                 worker: WorkerId, incarnation: Incarnation, clock: Clock, settings: TransferSettings,
+                 inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
         self._agent, self._spec, self._segment, self._num_blocks = agent, spec, segment, num_blocks
         self._digest = spec.digest
         self._block_bytes = spec.block_bytes
@@ -143,14 +147,16 @@ class Door:
     @asynccontextmanager
     async def open(cls, *, agent: StoreAgent, spec: CacheSpec, segment: Segment, num_blocks: int, bus: Bus,
                    worker: WorkerId, incarnation: Incarnation, clock: Clock,
-                   settings: TransferSettings | None = None) -> AsyncIterator[Door]:
+                   settings: TransferSettings | None = None, inline_bytes: int = INLINE_BYTES) -> AsyncIterator[Door]:
         """Lets clients in while the context is open; ``segment`` holds block i at ``i * spec.block_bytes``.
 
-        It listens where the transfer ``settings`` say (host, advertise, socket_dir, paths shm and tcp). Leaving ends
-        every visit and returns when their threads have. Raises :class:`SettingError`.
+        It listens where the transfer ``settings`` say (host, advertise, socket_dir, paths shm and tcp). Puts of up to
+        ``inline_bytes`` are copied by the event loop: a worker whose loop has nothing else to do takes more of them.
+        Leaving ends every visit and returns when their threads have. Raises :class:`SettingError`.
         """
         door = cls(agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,
-                   incarnation=incarnation, clock=clock, settings=settings or TransferSettings())
+                   incarnation=incarnation, clock=clock, settings=settings or TransferSettings(),
+                   inline_bytes=inline_bytes)
         watch: asyncio.Task[None] | None = None
         try:
             door._listen()
@@ -255,19 +261,19 @@ class Door:
                 body = visit.inbox.popleft()
                 if visit.enter is None:
                     self._let_in(visit, body)
-                elif isinstance(body, frames.Get | frames.Pin) and self._needs_disk(body):
+                elif (reply := self._try_serve(visit, body)) is not None:
+                    self._answer(visit, reply)
+                else:
                     self._loop.remove_reader(visit.line.fileno())
                     self._own(self._work_slowly(visit, body))
                     return
-                else:
-                    self._answer(visit, self._serve(visit, body))
         except frames.FrameError as error:
             self._throw_out(visit, error)
 
-    async def _work_slowly(self, visit: _Visit, body: frames.Get | frames.Pin) -> None:
-        """Answers what needs values from the disk, and goes on with what was asked meanwhile."""
+    async def _work_slowly(self, visit: _Visit, body: object) -> None:
+        """Answers what has to wait, and goes on with what was asked meanwhile."""
         try:
-            reply = await self._serve_from_disk(visit, body)
+            reply = await self._serve_slowly(visit, body)
         except frames.FrameError as error:
             self._throw_out(visit, error)
             return
@@ -298,7 +304,7 @@ class Door:
         _count("enter", "ok")
         visit.enter, visit.deadline_s = body, None
         visit.proofs = needs_checksums(self._settings.proofs, "shm" if visit.local else "tcp", self._host, body.host)
-        entered = frames.Entered(self._worker, self._incarnation, visit.proofs)
+        entered = frames.Entered(self._worker, self._incarnation, visit.proofs, self._inline_bytes)
         descriptors = [self._read_only] if visit.local else []
         if not visit.line.send_now(entered, descriptors):
             self._end(visit)
@@ -329,6 +335,21 @@ class Door:
         return None
 
     # -- questions ----------------------------------------------------------------------------------------------
+
+    def _try_serve(self, visit: _Visit, body: object) -> frames.Reply | None:
+        """The answer, unless it has to wait for the disk or for room: see :meth:`_serve_slowly`."""
+        if isinstance(body, frames.Put):
+            return self._take_inline(visit, body)
+        if isinstance(body, frames.Get | frames.Pin) and self._needs_disk(body):
+            return None
+        return self._serve(visit, body)
+
+    async def _serve_slowly(self, visit: _Visit, body: object) -> frames.Reply:
+        if isinstance(body, frames.Put):
+            slots = await self._allocate(visit, len(body.blocks), body.wait_ms / 1e3)
+            return self._no_room(body) if slots is None else self._fill(visit, body, slots)
+        assert isinstance(body, frames.Get | frames.Pin)
+        return await self._serve_from_disk(visit, body)
 
     def _serve(self, visit: _Visit, body: object) -> frames.Reply:
         """Does what takes no time; also for threads, which ask the loop to."""
@@ -424,6 +445,35 @@ class Door:
         pin.until_s = host_clock_s() + ask.ttl_ms / 1e3
         return frames.Marks([int(self._pin_one(pin.operation, key) != frames.MISSING) for key in keys])
 
+    def _take_inline(self, visit: _Visit, ask: frames.Put) -> frames.Reply | None:
+        """A short PUT, copied here and now; ``None`` when there is no room now and it may wait."""
+        count = len(ask.blocks)
+        if visit.enter is None or not ask.sources or count * self._block_bytes > self._inline_bytes:
+            raise frames.FrameError(f"{count} values of {self._block_bytes} bytes have no business on this connection")
+        self._attach(visit, ask.attached)
+        slots = self._try_allocate(visit, count)
+        if slots is None:
+            return None if ask.wait_ms else self._no_room(ask)
+        return self._fill(visit, ask, slots)
+
+    def _fill(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Reply:
+        """Copies into private ``slots`` and makes them visible."""
+        if visit.ended:
+            raise frames.FrameError("it left meanwhile")
+        try:
+            why = self._copy(visit, ask, slots)
+        except frames.FrameError:
+            self._give_back(visit, slots)
+            raise
+        if why:
+            self._give_back(visit, slots)
+            return self._denied("put", *why)
+        return self._seal(visit, ask, slots)
+
+    def _no_room(self, ask: frames.Put) -> frames.Denied:
+        return self._denied("put", "full", f"no room for {len(ask.blocks)} values of {self._block_bytes} bytes within "
+                                           f"{ask.wait_ms} ms: all it has is in use, or it is being drained")
+
     def _answer(self, visit: _Visit, body: frames.Reply) -> None:
         """From the loop, whoever reads the connection; whoever does not read its answers loses it."""
         if visit.ended:
@@ -459,15 +509,10 @@ class Door:
             log.exception("action=door_visit_failed")
         finally:
             line.shutdown()
-            for source in visit.sources.values():
-                source.close()
             self._tell(self._end, visit)
 
     async def _answer_from(self, visit: _Visit, body: object) -> None:
-        if isinstance(body, frames.Get | frames.Pin) and self._needs_disk(body):
-            self._answer(visit, await self._serve_from_disk(visit, body))
-        else:
-            self._answer(visit, self._serve(visit, body))
+        self._answer(visit, self._try_serve(visit, body) or await self._serve_slowly(visit, body))
 
     def _take(self, visit: _Visit, ask: frames.Put) -> None:
         """Thread: the bytes of a PUT into private slots; the loop commits them, and answers."""
@@ -478,30 +523,36 @@ class Door:
         if slots is None:
             if not ask.sources:
                 self._drain(line, count * self._block_bytes)
-            self._tell(self._refuse, visit, "full", f"no room for {count} values of {self._block_bytes} bytes at "
-                       f"{self._worker} within {ask.wait_ms} ms: all it has is in use, or it is being drained")
+            self._tell(self._refuse_room, visit, ask)
             return
         try:
-            for i, slot in enumerate(slots):
-                landing = self._bytes(slot)
-                if ask.sources:
-                    np.copyto(landing, self._source(visit, ask.sources[i]))
-                else:
-                    line.receive_into(landing.data)
-            wrong = [i for i, sum in enumerate(ask.checksums) if checksum(self._bytes(slots[i])) != sum]
+            why = self._copy(visit, ask, slots)
         except BaseException:
             self._tell(self._give_back, visit, slots)
             raise
-        if wrong or (visit.proofs and not ask.checksums):
+        if why:
             self._tell(self._give_back, visit, slots)
-            why = f"value {wrong[0]} came with other bytes than were sent" if wrong else "checksums are demanded here"
-            self._tell(self._refuse, visit, "checksum", why)
-        elif ask.sources and not (host_clock_s() <= ask.deadline_s and not line.hung_up()):
-            # Its memory may have changed under us: the client has given up, or is no more.
-            self._tell(self._give_back, visit, slots)
-            self._tell(self._refuse, visit, "late", "copied after the client's deadline")
+            self._tell(self._refuse, visit, *why)
         else:
             self._tell(self._commit, visit, ask, slots)
+
+    def _copy(self, visit: _Visit, ask: frames.Put, slots: Sequence[int]) -> tuple[str, str] | None:
+        """Fills private ``slots``; code and reason when what is there now cannot be believed. Thread or loop."""
+        for i, slot in enumerate(slots):
+            landing = self._bytes(slot)
+            if ask.sources:
+                np.copyto(landing, self._source(visit, ask.sources[i]))
+            else:
+                visit.line.receive_into(landing.data)
+        wrong = [i for i, sum in enumerate(ask.checksums) if checksum(self._bytes(slots[i])) != sum]
+        if wrong:
+            return "checksum", f"value {wrong[0]} came with other bytes than were sent"
+        if visit.proofs and not ask.checksums:
+            return "checksum", "checksums are demanded here"
+        if ask.sources and not (host_clock_s() <= ask.deadline_s and not visit.line.hung_up()):
+            # Its memory may have changed under us: the client has given up, or is no more.
+            return "late", "copied after the client's deadline"
+        return None
 
     def _give(self, visit: _Visit, ask: frames.Get) -> None:
         """Thread: the bytes that a GET over TCP wants."""
@@ -590,24 +641,32 @@ class Door:
         finally:
             self._waiting.discard(task)
 
-    async def _allocate(self, visit: _Visit, count: int, wait_s: float) -> list[int] | None:
+    def _try_allocate(self, visit: _Visit, count: int) -> list[int] | None:
         assert visit.enter is not None
-        operation, tenant = visit.stock_operation, visit.enter.tenant
         if count > self._num_blocks or self._agent.is_retired:
             return None
-        slots = self._agent.allocate(operation, count, tenant=tenant)
-        if slots is None and wait_s > 0:
+        return self._agent.allocate(visit.stock_operation, count, tenant=visit.enter.tenant)
+
+    async def _allocate(self, visit: _Visit, count: int, wait_s: float) -> list[int] | None:
+        slots = self._try_allocate(visit, count)
+        if slots is None and wait_s > 0 and count <= self._num_blocks and not self._agent.is_retired:
+            assert visit.enter is not None
             try:
                 async with asyncio.timeout(wait_s):
-                    return await self._agent.wait_allocate(operation, count, tenant=tenant)
+                    return await self._agent.wait_allocate(visit.stock_operation, count, tenant=visit.enter.tenant)
             except TimeoutError:
                 return None
         return slots
 
     def _commit(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> None:
-        """Values that are complete become visible; then the answer, and a new stock."""
+        """What a thread has filled becomes visible; then the answer, and a new stock."""
         if visit.ended:
             return  # its slots went back with it
+        self._answer(visit, self._seal(visit, ask, slots))
+        self._restock(visit, len(slots))
+
+    def _seal(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Marks:
+        """Values that are complete become visible, unless they, or others under their keys, are so already."""
         agent, enter = self._agent, visit.enter
         assert enter is not None
         operation = self._operation(visit)
@@ -626,8 +685,7 @@ class Door:
                 marks.append(frames.Mark.YES)
         agent.release(operation)
         _PUTS.inc(marks.count(frames.Mark.YES))
-        self._answer(visit, frames.Marks(marks))
-        self._restock(visit, len(slots))
+        return frames.Marks(marks)
 
     def _restock(self, visit: _Visit, count: int) -> None:
         """As much as was just used, as long as that is a small part of what there is."""
@@ -640,6 +698,9 @@ class Door:
     def _give_back(self, visit: _Visit, slots: Sequence[int]) -> None:
         if slots and not visit.ended:
             self._agent.give_back(visit.stock_operation, slots)
+
+    def _refuse_room(self, visit: _Visit, ask: frames.Put) -> None:
+        self._answer(visit, self._no_room(ask))
 
     def _refuse(self, visit: _Visit, code: str, why: str) -> None:
         self._answer(visit, self._denied("put", code, why))
@@ -694,6 +755,8 @@ class Door:
             if not hold.is_over:
                 self._end_hold(hold)
         self._agent.release(visit.stock_operation)
+        for source in visit.sources.values():
+            source.close()
         visit.line.close()
 
     async def _close(self) -> None:

@@ -42,6 +42,8 @@ MAX_KEYS = 512
 """Keys, or blocks, of one request."""
 MAX_NAME = 256
 MAX_TIMEOUT_MS = 600_000
+MAX_INLINE_BYTES = 4 << 20
+"""Most that any door takes on a connection for questions."""
 MISSING = -1
 """Slot of a key that is not here."""
 
@@ -170,6 +172,8 @@ class Entered(Body, frozen=True, tag=20):
     worker: Name
     incarnation: Name
     proofs: bool
+    inline_bytes: Count
+    """Values of a PUT with sources that a connection for questions takes, in all."""
 
 
 class Found(Body, frozen=True, tag=21):

@@ -65,6 +65,10 @@ class Line:
         """After an event loop has watched it, which makes it non-blocking."""
         self._sock.setblocking(True)
 
+    def expects_no_descriptors(self) -> None:
+        """From now on."""
+        self._takes_descriptors = False
+
     def set_idle(self) -> None:
         """No deadline: waits for the other side for as long as it takes."""
         self._deadline_s = None
