@@ -33,6 +33,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 app = typer.Typer(help="Replay traces against a gateway and report how it did; benchmarks of single parts.",
                   no_args_is_help=True)
 app.command("bench-transfer")(bench.bench_transfer)
+app.command("bench-store")(bench.bench_store)
+app.command("bench-restart")(bench.bench_restart)
 app.command("soak-transfer")(bench.soak_transfer)
 
 

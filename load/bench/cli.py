@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import uvloop
@@ -20,7 +21,6 @@ from shared.units import format_bytes, format_seconds, parse_bytes, parse_second
 
 if TYPE_CHECKING:
     from load.bench.rounds import Outcome, Row
-    from load.bench.transfer import BenchOptions
 
 
 _INTERRUPTED = 130
@@ -31,6 +31,13 @@ class Against(StrEnum):
     """What to measure beside us."""
 
     IPERF3 = "iperf3"
+    MOONCAKE = "mooncake"
+    NOTHING = "nothing"
+
+
+class StoreAgainst(StrEnum):
+    """What `bench-store` measures beside us."""
+
     MOONCAKE = "mooncake"
     NOTHING = "nothing"
 
@@ -63,7 +70,7 @@ def bench_transfer(
     What cannot be measured is left out, with the reason; exit code 1 says that it was something of ours. Ctrl-C ends it
     with the figures of the complete rounds, and exit code 130. Use a machine that does nothing else.
     """
-    from load.bench import show, transfer
+    from load.bench import transfer
     from load.bench.rounds import make_rows
 
     chosen = set(against or [])
@@ -75,35 +82,61 @@ def bench_transfer(
         rounds=rounds, seconds=seconds, sizes=sizes, only=only or (),
         against=frozenset() if Against.NOTHING in chosen else frozenset({Against.IPERF3.value, *chosen}),
         mooncake_python=mooncake_python, cache=load_settings(CommonSettings, "load").cache_path())
-    _check_names(options)
+    _check_only(options.only, [name for source in transfer.sources(options) for name in source.probes])
+    _run(partial(transfer.bench, options), lambda values: make_rows(values, transfer.targets(sizes)), rounds=rounds,
+         seconds=seconds, json=json, others=transfer.OTHERS)
+
+
+def bench_restart(
+    directory: Annotated[Path, typer.Option("--dir", help="Directory on the SSD; what is written there is removed.")],
+    gib: Annotated[float, typer.Option(min=0.2, help="GiB of blocks on the SSD.")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="So many restarts.")] = 3,
+    json: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
+) -> None:
+    """Measure how soon a worker that was killed serves the blocks on its SSD again, from a cold page cache.
+
+    Example: moonbus load bench-restart --gib 10 --dir /data/bench
+    """
+    from load.bench import restart
+    from load.bench.rounds import make_rows
+
+    options = restart.RestartOptions(nbytes=int(gib * (1 << 30)), directory=directory.absolute(), rounds=rounds)
+    _run(partial(restart.bench, options), lambda values: make_rows(values, restart.targets()), rounds=rounds,
+         seconds=0.0, json=json, others=())
+
+
+def _run(bench: Callable[[Console], Coroutine[Any, Any, Outcome]],
+         rows_of: Callable[[Mapping[str, Sequence[float]]], list[Row]], *, rounds: int, seconds: float,
+         json: Path | None, others: tuple[str, ...]) -> None:
+    """Measures, shows, writes ``json``. Probes whose names begin with one of ``others`` are not ours to fail for."""
+    from load.bench import show
+
     progress = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
         file = stack.enter_context(show.open_json(json)) if json is not None else None
         started_at_s = time.time()
         try:
-            outcome = uvloop.run(transfer.bench(options, progress))
+            outcome = uvloop.run(bench(progress))
         except KeyboardInterrupt:
             progress.print("interrupted before the first round")
             raise typer.Exit(_INTERRUPTED) from None
         if outcome.is_interrupted:
             progress.print(f"interrupted in round {outcome.rounds + 1} of {rounds}; complete: {outcome.rounds}")
-        rows = make_rows(outcome.values, transfer.targets(sizes))
+        rows = rows_of(outcome.values)
         _show(outcome, rows)
         if file is not None and outcome.rounds:  # last: a full disk costs the file and no figures
             file.write(show.make_report(outcome, rows, started_at_s=started_at_s, seconds=seconds))
     if outcome.is_interrupted:
         raise typer.Exit(_INTERRUPTED)
-    if not rows or any(not name.startswith(transfer.OTHERS) for name in outcome.lost):
+    if not rows or any(not name.startswith(others) for name in outcome.lost):
         raise typer.Exit(1)
 
 
-def _check_names(options: BenchOptions) -> None:
+def _check_only(only: Sequence[str], names: Sequence[str]) -> None:
     """Each word of ``--only`` names something; nothing is started for one that does not."""
-    from load.bench import transfer
     from load.bench.rounds import is_wanted
 
-    names = [name for source in transfer.sources(options) for name in source.probes]
-    for pattern in options.only:
+    for pattern in only:
         if not any(is_wanted(name, [pattern]) for name in names):
             raise UserError(f"--only {pattern} matches nothing that would be measured; there are {', '.join(names)}")
 
@@ -121,6 +154,41 @@ def _show(outcome: Outcome, rows: Sequence[Row]) -> None:
             console.print(table)
     for name, why in outcome.lost.items():
         console.print(f"no figures for {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+
+
+def bench_store(
+    rounds: Annotated[int, typer.Option(min=1, help="Every figure is taken so many times, in turns.")] = 7,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Of each figure in each round.")] = 0.5,
+    size: Annotated[list[str] | None, typer.Option(
+        help="Bytes of a value, like 2MiB; again for more. 256KiB, 2MiB and 16MiB unless given.")] = None,
+    only: Annotated[list[str] | None, typer.Option(
+        help="Only these lines, like shm-get, 'tcp*' or '*/2MiB'; again for more.")] = None,
+    against: Annotated[StoreAgainst, typer.Option(help="What to measure beside us.")] = StoreAgainst.NOTHING,
+    mooncake_python: Annotated[Path | None, typer.Option(
+        help="Interpreter that imports Mooncake; an environment is made once in the cache unless given.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
+) -> None:
+    """Measure put and get of the store's client beside memory's speed, and Mooncake's store, all in one run.
+
+    Example: moonbus load bench-store --against mooncake --json store.json
+
+    A worker that lends memory runs in another process on this host; nothing is reachable from outside. Every put is of
+    a new key, every get of another key than the last; a batch is 32 MiB. What was got is compared with what was put.
+    Exit code 1 says that something of ours could not be measured. Use a machine that does nothing else.
+    """
+    from load.bench import store
+    from load.bench.rounds import make_rows
+
+    sizes = dict(_size(text) for text in size) if size else store.SIZES
+    for label, nbytes in sizes.items():
+        if not 0 < nbytes <= store.BATCH_BYTES // 2 or store.REGION_BYTES % nbytes:
+            raise UserError(f"--size is {label}; expected a power of two up to {format_bytes(store.BATCH_BYTES // 2)}")
+    python = store.python_for(mooncake_python, load_settings(CommonSettings, "load").cache_path())
+    options = store.StoreOptions(rounds=rounds, seconds=seconds, sizes=sizes, only=tuple(only or ()),
+                                 mooncake=python if against is StoreAgainst.MOONCAKE else None)
+    _check_only(options.only, [name for source in store.sources(options) for name in source.probes])
+    _run(partial(store.bench, options), lambda values: make_rows(values, store.targets(sizes)),
+         rounds=rounds, seconds=seconds, json=json, others=("mooncake",))
 
 
 def soak_transfer(

@@ -93,7 +93,7 @@ async def iperf3(seconds: float) -> AsyncIterator[list[Probe]]:
     program = shutil.which("iperf3")
     if program is None:
         raise UserError("iperf3 is not installed; on Debian and Ubuntu: sudo apt install iperf3")
-    port = _free_port()
+    port = free_port()
     server = await asyncio.create_subprocess_exec(
         sys.executable, confine.__file__, program, "-s", "-B", _HOST, "-p", str(port), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True)
@@ -146,7 +146,8 @@ async def _wait_for_listener(port: int) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
     with socket.socket() as sock:
         sock.bind((_HOST, 0))
         return int(sock.getsockname()[1])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -97,6 +97,16 @@ async def shm_probes(what: str, python: Python, sizes: Mapping[str, int], second
 
 
 @asynccontextmanager
+async def store_probes(python: Python, sizes: Mapping[str, int], seconds: float, *, region_bytes: int, pool_bytes: int,
+                       batch_of: Callable[[int], int]) -> AsyncIterator[list[Probe]]:
+    """Put and get of its store over TCP: the values lie with another process. Raises :class:`UserError`."""
+    async with _start("mooncake", python, "mooncake_store.py", str(region_bytes), str(pool_bytes)) as child:
+        yield [Probe(f"mooncake-{what}{'-batch' if batch > 1 else ''}/{label}",
+                     partial(_ask, child, {"nbytes": nbytes, "what": what, "batch": batch}, seconds))
+               for label, nbytes in sizes.items() for what in ("put", "get") for batch in (1, batch_of(nbytes))]
+
+
+@asynccontextmanager
 async def _start(name: str, python: Python, program: str, *arguments: str) -> AsyncIterator[Child]:
     command = [str(await asyncio.to_thread(python.ready)), str(_PEERS / program), *arguments]
     async with Child.start(name, command, env=_ENV) as child:
@@ -109,8 +119,9 @@ async def _start(name: str, python: Python, program: str, *arguments: str) -> As
 async def _ask(child: Child, question: Mapping[str, object], seconds: float) -> Mapping[str, float]:
     await child.ask({**question, "seconds": 0.0}, timeout_s=_ANSWER_S)  # connections and pages
     pids, nbytes = child.greeting["pids"], question["nbytes"]
-    assert isinstance(nbytes, int)
+    batch = question.get("batch", 1)
+    assert isinstance(nbytes, int) and isinstance(batch, int)
     before_s = cpu_seconds(pids)
     answer = await child.ask({**question, "seconds": seconds}, timeout_s=seconds + _ANSWER_S)
     used_s, taken = cpu_seconds(pids) - before_s, answer["seconds"]
-    return {**figures(nbytes, taken), "cpu": used_s / (nbytes * len(taken) / 1e9)}
+    return {**figures(nbytes * batch, taken), "cpu": used_s / (nbytes * batch * len(taken) / 1e9)}

@@ -22,7 +22,7 @@ from shared.units import format_bytes
 from shared.version import product_version
 
 _TABLES = {"One push after another": ("p50", "rate", "cpu"), "A prompt, layer after layer": ("streamed", "whole"),
-           "Many small pushes": ("p50", "p99", "pushes")}
+           "Many small pushes": ("p50", "p99", "pushes"), "A worker comes back": ("ready", "told", "served", "rate")}
 """{title: its figures}; a probe is in the first table that has all of its own."""
 _COMPARED: dict[str, JustifyMethod] = {"figure": "left", "value": "right", "ratio": "right", "against": "left",
                                        "target": "left"}
