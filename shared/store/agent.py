@@ -39,6 +39,9 @@ from shared.transfer import PushResult, Slice, TransferEngine
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_ANNOUNCE_S = 0.005
+"""Pause between two batches of news. The first news goes out at once; a stream of puts would else spend more time on
+announcing each block than on taking it."""
 _RELEASE_PATIENCE_S = 0.5
 """How long a fetch waits for its writer to be done before it does without what came."""
 _LOOK_S = 0.05
@@ -506,6 +509,7 @@ class StoreAgent:
                 except BusError as error:
                     # Its number is spent: the next heartbeat shows the gap, and who cares asks.
                     log.warning("action=announce_lost seq=%d error=%s", event.seq, error)
+            await asyncio.sleep(_ANNOUNCE_S)
 
     def _events(self, news: Sequence[StoredBlock | _Gone], at_s: float) -> Iterator[KvEvent]:
         """``news`` in order, in numbered batches that the bus carries."""
