@@ -7,9 +7,13 @@ other module is one policy. :func:`make` builds one by name.
 from __future__ import annotations
 
 from shared.store.policies.base import Policy
+from shared.store.policies.hit_density import HitDensity
+from shared.store.policies.length_aware import LengthAware
+from shared.store.policies.lfu import Lfu
 from shared.store.policies.lru import Lru
+from shared.store.policies.s3fifo import S3Fifo
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Lru,)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (HitDensity, Lru, Lfu, LengthAware, S3Fifo)}
 """{name: policy}"""
 
 DEFAULT = Lru.name
