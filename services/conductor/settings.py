@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from services.conductor.core.policy import Policy
-from shared.settings import SECONDS, CommonSettings
+from shared.settings import BYTES, SECONDS, CommonSettings
 
 
 class Settings(CommonSettings, frozen=True, kw_only=True):
@@ -24,8 +24,10 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
         description="Time between tokens asked of requests that bring none of their own; 0 for no limit.",
         ge=0, extra=SECONDS)] = 0.0
     max_blocks: Annotated[int, Meta(
-        description="Block copies the index holds, about 300 bytes each; further ones are not indexed, and counted.",
-        gt=0)] = 20_000_000
+        description="Block copies the index holds; further ones are not indexed, and counted.", gt=0)] = 20_000_000
+    max_index_bytes: Annotated[int, Meta(
+        description="Memory the index takes, about 100 bytes a block; blocks beyond it are not indexed, and counted.",
+        gt=0, extra=BYTES)] = 4 << 30
     promise_s: Annotated[float, Meta(
         description="Time after a prefill within which its blocks must be announced by the worker.",
         ge=0, extra=SECONDS)] = 3.0
@@ -48,6 +50,7 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
         return Policy(
             suspect_after_s=self.suspect_after_s, dead_after_s=self.dead_after_s, max_queue_s=self.max_queue_s,
             ttft_slo_s=self.ttft_slo_s or None, tbt_slo_s=self.tbt_slo_s or None, max_blocks=self.max_blocks,
+            max_index_bytes=self.max_index_bytes,
             promise_s=self.promise_s, fetch_gain=self.fetch_gain, hold_s=self.hold_s,
             sync_timeout_s=self.sync_timeout_s, rollcall_window_s=self.rollcall_window_s,
             converge_within_s=self.converge_within_s)

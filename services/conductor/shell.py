@@ -150,7 +150,10 @@ class ConductorShell:
 
     async def _export(self) -> None:
         while True:
-            self._exported.update(self._machine.statistics())
+            statistics = self._machine.statistics()
+            if dropped := self._exported.update(statistics):
+                self._complaints.warning("index_full", key="index_full", dropped_blocks=dropped,
+                                         blocks=sum(statistics.blocks.values()), bytes=statistics.index_bytes)
             await asyncio.sleep(_EXPORT_EVERY_S)
 
 
@@ -199,8 +202,8 @@ class _Export:
         self._pairs.add((prefill, decode))
         metrics.CONDUCTOR_PLACEMENTS.labels(prefill=prefill, decode=decode).inc()
 
-    def update(self, now: Statistics) -> None:
-        """Shows ``now``."""
+    def update(self, now: Statistics) -> int:
+        """Shows ``now``; answers how many block copies the full index did not take since the last time."""
         for pair in [pair for pair in self._pairs if not now.blocks.keys() >= set(pair)]:
             metrics.CONDUCTOR_PLACEMENTS.remove(*pair)
             self._pairs.remove(pair)
@@ -228,8 +231,11 @@ class _Export:
             before = self._syncs.get((worker, why), 0)
             metrics.CONDUCTOR_RESYNCS.labels(worker=worker, why=why).inc(count - before if count >= before else count)
             self._syncs[worker, why] = count
-        metrics.CONDUCTOR_INDEX_DROPPED.inc(now.dropped_blocks - self._dropped_blocks)
+        metrics.CONDUCTOR_INDEX_BYTES.set(now.index_bytes)
+        dropped = now.dropped_blocks - self._dropped_blocks
+        metrics.CONDUCTOR_INDEX_DROPPED.inc(dropped)
         metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="stale").inc(now.feed.dropped - self._stale)
         metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="spec").inc(now.mismatched_events - self._mismatched)
         self._dropped_blocks, self._stale = now.dropped_blocks, now.feed.dropped
         self._mismatched = now.mismatched_events
+        return dropped

@@ -12,7 +12,9 @@ of the last batch it passed on, and the highest number it has *heard of* (from a
 * While an answer is under way live batches are held too, up to ``max_held``; what does not fit is forgotten, but
   its number is not, so the hole shows and leads to another question.
 * The answer is either the missing batches or a snapshot in pages; a snapshot replaces the worker's whole set
-  (:class:`Reset`), the cursor becomes the snapshot's number, and held batches after it apply.
+  (:class:`Reset`), the cursor becomes the snapshot's number, and held batches after it apply. A reader whose sets are
+  too large to be replaced in one go takes each page as it comes (:class:`Gather`), and the last one ends with
+  :class:`Swap` instead.
 * A question that failed, or whose answer did not reach the number known when it was asked, is repeated after a
   growing pause: never a tight loop.
 
@@ -48,6 +50,26 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """One page of a snapshot, to be put aside: it shows nothing before :class:`Swap`."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    spec: SpecDigest
+    blocks: Sequence[StoredBlock]
+    is_first: bool
+    """What was put aside of the worker before is void: that snapshot was never completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Replace all that is known of the worker by what was put aside."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """Send ``since`` to the worker; then call ``synced`` with the reply, or ``sync_failed``."""
 
@@ -57,7 +79,7 @@ class Ask:
     """Its first question; a hole that stayed; again after a failure; the next page of a snapshot."""
 
 
-Action = Apply | Reset | Ask
+Action = Apply | Reset | Gather | Swap | Ask
 
 
 @dataclass
@@ -101,8 +123,9 @@ class FeedTracker:
     """Turns what is heard of KV events into actions on a copy. Pure; all times are the caller's monotonic seconds."""
 
     def __init__(self, *, hold_s: float = 0.1, max_held: int = 4096, retry_s: float = 0.2,
-                 max_retry_s: float = 10.0) -> None:
-        self._hold_s, self._max_held = hold_s, max_held
+                 max_retry_s: float = 10.0, by_page: bool = False) -> None:
+        """``by_page`` hands snapshots on page by page (:class:`Gather`, :class:`Swap`) instead of whole."""
+        self._hold_s, self._max_held, self._by_page = hold_s, max_held, by_page
         self._retry_s, self._max_retry_s = retry_s, max_retry_s
         self._feeds: dict[WorkerId, _Feed] = {}
         #: {worker: when its hole gets old or its question is repeated}; never a worker with an open question
@@ -212,12 +235,17 @@ class FeedTracker:
             self._retry_later(worker, feed, now)  # the owner has made another snapshot: collect that from its start
             return []
         feed.snapshot = reply.snapshot
-        feed.blocks.extend(reply.blocks)
+        actions: list[Action] = []
+        if self._by_page:
+            actions.append(Gather(worker, feed.incarnation, reply.spec, reply.blocks, reply.page == 0))
+        else:
+            feed.blocks.extend(reply.blocks)
         if reply.page + 1 < reply.pages:
             feed.asked = Since(
                 incarnation=feed.incarnation, seq=feed.cursor, snapshot=reply.snapshot, page=reply.page + 1)
-            return [Ask(worker, feed.asked, "page")]
-        actions: list[Action] = [Reset(worker, feed.incarnation, reply.spec, feed.blocks)]
+            return [*actions, Ask(worker, feed.asked, "page")]
+        actions.append(Swap(worker, feed.incarnation) if self._by_page
+                       else Reset(worker, feed.incarnation, reply.spec, feed.blocks))
         feed.cursor = reply.seq
         feed.snapshot, feed.blocks = "", []
         self.statistics.snapshots += 1

@@ -62,6 +62,7 @@ CONDUCTOR_PREDICTED_HIT_TOKENS = Counter(
 CONDUCTOR_ACTUAL_HIT_TOKENS = Counter(
     "moonbus_conductor_actual_hit_tokens_total", "Prompt tokens that requests did reuse.")
 CONDUCTOR_INDEX_BLOCKS = Gauge("moonbus_conductor_index_blocks", "Block copies in the prefix index, by worker.", ["worker"])
+CONDUCTOR_INDEX_BYTES = Gauge("moonbus_conductor_index_bytes", "Memory the prefix index takes, estimated.")
 CONDUCTOR_RESYNCS = Counter("moonbus_conductor_resyncs_total", "Times a worker's blocks were asked again, by why.",
                             ["worker", "why"])
 CONDUCTOR_WORKERS = Gauge("moonbus_conductor_workers", "Known workers by role and state.", ["role", "state"])

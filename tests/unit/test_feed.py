@@ -6,12 +6,13 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId
 from shared.kv import Tier, pack_keys, unpack_keys
-from shared.kv.feed import Action, Apply, Ask, FeedTracker, Reset
+from shared.kv.feed import Action, Apply, Ask, FeedTracker, Gather, Reset, Swap
 from shared.messages import Evicted, KvEvent, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, SyncReply
 
 E = TypeVar("E", Stored, Evicted)
@@ -84,6 +85,7 @@ class Copy:
     def __init__(self, **settings: float) -> None:
         self.tracker = FeedTracker(**settings)  # type: ignore[arg-type]
         self.blocks: set[BlockKey] = set()
+        self.gathered: set[BlockKey] = set()
         self.asks: list[Ask] = []
 
     def act(self, actions: list[Action]) -> None:
@@ -95,6 +97,10 @@ class Copy:
                     self.blocks.difference_update(unpack_keys(event.keys))
                 case Reset(blocks=blocks):
                     self.blocks = {block.key for block in blocks}
+                case Gather(blocks=blocks, is_first=is_first):
+                    self.gathered = (set() if is_first else self.gathered) | {block.key for block in blocks}
+                case Swap():
+                    self.blocks, self.gathered = self.gathered, set()
                 case Ask():
                     self.asks.append(action)
 
@@ -232,11 +238,12 @@ def test_answers_of_another_life_and_unasked_answers_change_nothing() -> None:
                               Owner().store(1), 1.0) == []
 
 
-def test_a_snapshot_that_changes_between_pages_is_collected_anew() -> None:
+@pytest.mark.parametrize("by_page", [False, True])
+def test_a_snapshot_that_changes_between_pages_is_collected_anew(*, by_page: bool) -> None:
     owner = Owner(ring=0)
     for number in range(7):
         owner.store(number)
-    copy = Copy()
+    copy = Copy(by_page=by_page)
     copy.act(copy.tracker.joined(W, owner.incarnation, 0.0))
     copy.act(copy.tracker.synced(W, owner.answer(copy.asks.pop().since), 0.0))  # page 0 of 4
     owner.snapshots.clear()
@@ -270,11 +277,13 @@ def test_removed_workers_leave_nothing_due() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 2**32), steps=st.integers(1, 120), ring=st.integers(0, 12), max_held=st.integers(1, 20))
-def test_any_interleaving_ends_with_the_owners_set(seed: int, steps: int, ring: int, max_held: int) -> None:
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 120), ring=st.integers(0, 12), max_held=st.integers(1, 20),
+       by_page=st.booleans())
+def test_any_interleaving_ends_with_the_owners_set(
+        seed: int, steps: int, ring: int, max_held: int, *, by_page: bool) -> None:
     rng = random.Random(seed)
     owner, now = Owner(ring=ring), 0.0
-    copy = Copy(max_held=max_held)
+    copy = Copy(max_held=max_held, by_page=by_page)
     copy.act(copy.tracker.joined(W, owner.incarnation, now))
     wire: list[KvEvent] = []
     replies: list[SyncReply] = []

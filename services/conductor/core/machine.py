@@ -40,16 +40,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.placement import Placer, Usable
 from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
-from services.conductor.core.prefix_index import PrefixIndex
+from services.conductor.core.prefix_index import Fingerprint, Match, PrefixIndex, fingerprints
 from services.conductor.core.promises import Promises
 from shared.errors import Bug
-from shared.ids import BlockKey, ConductorId, RequestId, SpecDigest, WorkerId
-from shared.kv import unpack_keys
-from shared.kv.feed import Action, Apply, Ask, FeedStatistics, FeedTracker, Reset
+from shared.ids import ConductorId, RequestId, SpecDigest, WorkerId
+from shared.kv import KEY_BYTES, Tier
+from shared.kv.feed import Action, Apply, Ask, FeedStatistics, FeedTracker, Gather, Reset, Swap
 from shared.machine import Answered, Asked, Effect, Publish, Reply, Request, Unanswered, Woke
 from shared.membership import Change, Changed, Conflict, Joined, Membership, Unknown
 from shared.messages import (
@@ -66,6 +66,7 @@ from shared.messages import (
     RequestDone,
     Rollcall,
     Stored,
+    StoredBlock,
     WorkersQuery,
     WorkersReply,
     WorkerState,
@@ -73,6 +74,10 @@ from shared.messages import (
 
 _ROLLCALL_PAUSE_S = 1.0
 """At most one rollcall in this time, however many strangers send heartbeats."""
+_TIDY_SLICE = 1024
+"""Rows or blocks of the index that are cleaned up at a time: what a question may have to wait for."""
+_TIDY_PAUSE_S = 0.002
+"""Time for others between two slices."""
 
 
 class Addresses(Protocol):
@@ -123,6 +128,8 @@ class Statistics:
     """{worker: blocks indexed}"""
     dropped_blocks: int
     """Copies the full index did not take."""
+    index_bytes: int
+    """Memory the index takes, estimated."""
     promised_blocks: int
     jobs: int
     """Requests in flight."""
@@ -135,6 +142,16 @@ class Statistics:
     """{(worker, model): smoothed relative error of its estimates}"""
 
 
+@dataclass(frozen=True)
+class _Pool:
+    """The workers of one spec, for as long as nothing changes about any worker."""
+
+    block_tokens: int
+    senders: tuple[WorkerId, ...]
+    """Who may send blocks: also those that take no new work."""
+    usable: Usable
+
+
 class Conductor:
     """See the module. One instance decides alone; several share their decisions as ``Placed``."""
 
@@ -144,15 +161,19 @@ class Conductor:
         self.id = conductor
         self._addresses, self._policy = addresses, policy
         self._membership = Membership(policy.suspect_after_s, policy.dead_after_s)
-        self._feed = FeedTracker(hold_s=policy.hold_s)
-        self._index = PrefixIndex(max_blocks=policy.max_blocks)
-        self._promises = Promises(self._index, max_keys=policy.max_promised)
+        self._feed = FeedTracker(hold_s=policy.hold_s, by_page=True)
+        self._index = PrefixIndex(max_blocks=policy.max_blocks, max_bytes=policy.max_index_bytes)
+        self._promises = Promises(max_blocks=policy.max_promised)
         self._cluster = Cluster(policy)
         self._placer: PlacementPolicy = placer or Placer(conductor, policy, seed=seed)
         self._started_s: float | None = None
         #: when to look whether all have told their blocks; ``None`` before the start and once converged
         self._converge_s: float | None = None
         self._tick_s = 0.0
+        #: when the next slice of the index is cleaned up; ``None`` when there is nothing to clean
+        self._tidy_s: float | None = None
+        #: {spec: its workers}, forgotten whenever something changes about any of them
+        self._pools: dict[SpecDigest, _Pool] = {}
         self._rollcall_s = -math.inf
         self._mismatched_events = 0
         #: {(worker, why): questions asked of its present life}
@@ -173,6 +194,9 @@ class Conductor:
                 self._progress(event, now)
                 return []
             case Load():
+                member = self._membership.members.get(event.worker)
+                if member is not None and member.draining != event.draining:
+                    self._pools.clear()
                 effects = self._changes(self._membership.load(event, now=now), now)
                 self._cluster.load(event, now)
                 actions = self._feed.heartbeat(event.worker, event.incarnation, event.kv_seq, now)
@@ -219,12 +243,13 @@ class Conductor:
         """When something gets old."""
         if self._started_s is None:
             return None
-        times = (self._tick_s, self._converge_s, self._feed.next_wake(), self._promises.next_wake())
+        times = (self._tick_s, self._converge_s, self._feed.next_wake(), self._promises.next_wake(), self._tidy_s)
         return min(time_s for time_s in times if time_s is not None)
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when the copies contradict each other."""
         self._index.check_invariants()
+        self._promises.check_invariants()
         live = {worker for worker, member in self._membership.members.items() if member.state != "dead"}
         if live != set(self._cluster.workers):
             raise Bug(f"conductor: live members {sorted(live)} are not the cluster's {sorted(self._cluster.workers)}")
@@ -241,9 +266,9 @@ class Conductor:
             workers[kind] = workers.get(kind, 0) + 1
         return Statistics(
             workers=workers, blocks={worker: self._index.blocks_of(worker) for worker in self._cluster.workers},
-            dropped_blocks=self._index.dropped_blocks, promised_blocks=len(self._promises),
-            jobs=len(self._cluster.jobs), mismatched_events=self._mismatched_events, feed=self._feed.statistics,
-            syncs=dict(self._syncs),
+            dropped_blocks=self._index.dropped_blocks, index_bytes=self._index.nbytes,
+            promised_blocks=len(self._promises), jobs=len(self._cluster.jobs),
+            mismatched_events=self._mismatched_events, feed=self._feed.statistics, syncs=dict(self._syncs),
             errors={(worker.id, model): error for worker in self._cluster.workers.values()
                     for model, error in worker.costs.errors().items()})
 
@@ -251,16 +276,11 @@ class Conductor:
 
     def _place(self, token: int, ask: PlaceRequest, now: float) -> list[Effect]:
         self._over(ask.request, now)  # a former attempt, or the same asked again
-        try:
-            keys = unpack_keys(ask.keys)
-        except ValueError as error:
-            return [Reply(token, _malformed(ask, str(error)))]
         if wrong := _wrong(ask):
             return [Reply(token, _malformed(ask, wrong))]
-        workers = [worker for worker in self._cluster.workers.values() if worker.spec == ask.spec]
-        block_tokens = workers[0].hello.spec.block_tokens if workers else 1
-        match = self._index.match(keys[:(ask.num_tokens - 1) // block_tokens], self._senders(workers))
-        answer = self._placer.place(ask, self._cluster, self._usable(workers, ask.exclude), match, now=now)
+        pool = self._pool(ask.spec)
+        usable, match = pool.usable.without(ask.exclude), self._match(ask, pool)
+        answer = self._placer.place(ask, self._cluster, usable, match, now=now)
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[]), num_tokens=ask.num_tokens,
@@ -268,29 +288,35 @@ class Conductor:
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
 
-    def _senders(self, workers: Iterable[Worker]) -> list[WorkerId]:
-        """Who may send blocks: also those that take no new work."""
-        return [worker.id for worker in workers if self._membership.members[worker.id].state == "alive"]
+    def _match(self, ask: PlaceRequest, pool: _Pool) -> Match:
+        """What is held, and what is promised, of the blocks that can be reused: not the one of the last token."""
+        keys = ask.keys[:KEY_BYTES * ((ask.num_tokens - 1) // pool.block_tokens)]
+        match = self._index.match(fingerprints(keys), pool.senders)
+        for worker, blocks in self._promises.lengths(keys).items():
+            if blocks > match.own.get(worker, 0):
+                match.own[worker] = blocks
+        return match
 
-    def _usable(self, workers: Iterable[Worker], exclude: Iterable[WorkerId]) -> Usable:
-        members, excluded = self._membership.members, set(exclude)
-        takers = [worker for worker in workers if worker.hello.role in ("prefill", "decode")
-                  and members[worker.id].state == "alive" and not members[worker.id].draining]
-        left = [worker for worker in takers if worker.id not in excluded]
-        return Usable(prefill=[worker for worker in left if worker.hello.role == "prefill"],
-                      decode=[worker for worker in left if worker.hello.role == "decode"],
-                      excluded=len(takers) - len(left))
+    def _pool(self, spec: SpecDigest) -> _Pool:
+        pool = self._pools.get(spec)
+        if pool is None:
+            workers = [worker for worker in self._cluster.workers.values() if worker.spec == spec
+                       and self._membership.members[worker.id].state == "alive"]
+            takers = [worker for worker in workers if not self._membership.members[worker.id].draining]
+            pool = _Pool(
+                workers[0].hello.spec.block_tokens if workers else 1, tuple(worker.id for worker in workers),
+                Usable(prefill=[worker for worker in takers if worker.hello.role == "prefill"],
+                       decode=[worker for worker in takers if worker.hello.role == "decode"], excluded=0))
+            if workers:  # else anybody could make us remember what nobody has
+                self._pools[spec] = pool
+        return pool
 
     def _count(self, placed: Placed, now: float) -> None:
         """A decision burdens its workers, and promises the prompt's blocks."""
         placement = placed.placement
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now)
-        try:
-            keys = unpack_keys(placed.keys)
-        except ValueError:
-            keys = []  # a replica's: its load counts all the same
-        if placement.prefill in self._cluster.workers:
-            self._promises.make(placement.request, placement.prefill, keys,
+        if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:
+            self._promises.make(placement.request, placement.prefill, placed.keys,
                                 until_s=now + placement.predicted_ttft_s + self._policy.promise_s)
 
     def _progress(self, progress: Progress, now: float) -> None:
@@ -325,11 +351,12 @@ class Conductor:
     def _changes(self, changes: Iterable[Change], now: float) -> list[Effect]:
         effects: list[Effect] = []
         for change in changes:
+            self._pools.clear()
             match change:
                 case Joined(hello=hello):
                     effects += self._join(hello, now)
                 case Changed(worker=worker, after="dead"):
-                    self._lose(worker)
+                    self._lose(worker, now)
                 case Changed(worker=worker, before="dead"):
                     effects += self._join(self._membership.members[worker].hello, now)
                 case Unknown():
@@ -339,7 +366,7 @@ class Conductor:
         return effects
 
     def _join(self, hello: Hello, now: float) -> list[Effect]:
-        self._lose(hello.worker)
+        self._lose(hello.worker, now)
         self._cluster.join(hello)
         return self._act(self._feed.joined(hello.worker, hello.incarnation, now), now)
 
@@ -347,10 +374,11 @@ class Conductor:
         return Publish(self._addresses.refuse(hello.worker), Refuse(
             worker=hello.worker, incarnation=hello.incarnation, message=message))
 
-    def _lose(self, worker: WorkerId) -> None:
+    def _lose(self, worker: WorkerId, now: float) -> None:
         self._feed.left(worker)
         self._promises.forget(worker)
         self._index.remove(worker)
+        self._tidy_soon(now)
         self._cluster.leave(worker)
         for kind in [kind for kind in self._syncs if kind[0] == worker]:
             del self._syncs[kind]
@@ -369,16 +397,30 @@ class Conductor:
             match action:
                 case Apply(event=Stored() as event):
                     if self._fits(event.worker, event.spec):
-                        self._index.store(event.worker, ((block.key, block.tier) for block in event.blocks))
+                        for tier, blocks in _by_tier(event.blocks):
+                            self._index.store(event.worker, blocks, tier)
                 case Apply(event=Evicted() as event):
-                    self._index.evict(event.worker, _whole_keys(event.keys), event.tier)
-                case Reset(worker=worker, spec=spec, blocks=blocks):
-                    fits = spec is not None and self._fits(worker, spec)
-                    self._index.replace(worker, ((block.key, block.tier) for block in blocks) if fits else ())
+                    self._index.evict(event.worker, fingerprints(event.keys), event.tier)
+                case Gather(worker=worker, spec=spec, blocks=page, is_first=is_first):
+                    if is_first:
+                        self._index.drop_gathered(worker)
+                    if self._fits(worker, spec):
+                        for tier, blocks in _by_tier(page):
+                            self._index.gather(worker, blocks, tier)
+                case Swap(worker=worker):
+                    self._index.swap(worker)
+                    self._tidy_soon(now)
+                case Reset(worker=worker):  # it begins another life; pages that replace more come as Gather
+                    self._index.remove(worker)
+                    self._tidy_soon(now)
                 case Ask(worker=worker, since=since, why=why):
                     self._syncs[worker, why] += 1
                     effects.append(Request(self._addresses.sync(worker), since, action, self._policy.sync_timeout_s))
         return effects
+
+    def _tidy_soon(self, now: float) -> None:
+        if self._tidy_s is None and not self._index.is_tidy:
+            self._tidy_s = now + _TIDY_PAUSE_S
 
     def _fits(self, worker: WorkerId, spec: SpecDigest) -> bool:
         known = self._cluster.workers.get(worker)
@@ -400,6 +442,8 @@ class Conductor:
     def _woke(self, now: float) -> list[Effect]:
         effects = self._act(self._feed.tick(now), now)
         self._promises.tick(now)
+        if self._tidy_s is not None and now >= self._tidy_s:
+            self._tidy_s = None if self._index.tidy(_TIDY_SLICE) else now + _TIDY_PAUSE_S
         if now >= self._tick_s:
             effects += self._changes(self._membership.tick(now=now), now)
             for request in self._cluster.sweep(now):
@@ -433,6 +477,8 @@ def _impossible(hello: Hello) -> str:
 
 def _wrong(ask: PlaceRequest) -> str:
     """What no prompt can be like; empty when all is well."""
+    if len(ask.keys) % KEY_BYTES:
+        return f"{len(ask.keys)} bytes are no whole number of {KEY_BYTES}-byte block keys"
     if ask.num_tokens < 1 or ask.max_tokens < 0:
         return f"{ask.num_tokens} prompt tokens and at most {ask.max_tokens} new ones"
     slos_s = [slo_s for slo_s in (ask.ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
@@ -444,6 +490,15 @@ def _malformed(ask: PlaceRequest, why: str) -> Rejection:
                      retry_after_s=60.0)
 
 
-def _whole_keys(packed: bytes) -> list[BlockKey]:
-    """The keys of an eviction; a torn last one is nobody's block."""
-    return unpack_keys(packed[:len(packed) - len(packed) % 32])
+def _by_tier(blocks: Sequence[StoredBlock]) -> Iterable[tuple[Tier, list[Fingerprint]]]:
+    """The blocks of each tier; those whose key is none are left out."""
+    keys = [block.key for block in blocks]
+    if set(map(len, keys)) - {KEY_BYTES}:
+        blocks = [block for block in blocks if len(block.key) == KEY_BYTES]
+        keys = [block.key for block in blocks]
+    prints = fingerprints(b"".join(keys))
+    tiers = [block.tier for block in blocks]
+    kinds = set(tiers)
+    if len(kinds) == 1:
+        return ((tiers[0], prints),)
+    return [(kind, [one for one, tier in zip(prints, tiers, strict=True) if tier == kind]) for kind in sorted(kinds)]

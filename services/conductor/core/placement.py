@@ -17,7 +17,7 @@ otherwise all pick the same worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,6 +38,15 @@ class Usable:
     decode: Sequence[Worker]
     excluded: int
     """Workers that would be usable were they not excluded by the request."""
+
+    def without(self, exclude: Collection[WorkerId]) -> Usable:
+        """The others."""
+        if not exclude:
+            return self
+        prefill = [worker for worker in self.prefill if worker.id not in exclude]
+        decode = [worker for worker in self.decode if worker.id not in exclude]
+        left = len(prefill) + len(decode)
+        return Usable(prefill, decode, self.excluded + len(self.prefill) + len(self.decode) - left)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ class Policy:
     """Time between tokens asked of requests that bring none; ``None``: no limit."""
     max_blocks: int = 20_000_000
     """(worker, block) pairs the index holds."""
+    max_index_bytes: int = 4 << 30
+    """Memory the index takes, estimated."""
     max_promised: int = 1_000_000
-    """(worker, block) pairs promised and not yet announced."""
+    """Distinct blocks promised and not yet announced."""
     promise_s: float = 3.0
     """How long a promise outlives the predicted, then the actual, end of its prefill."""
     fetch_gain: float = 1.2

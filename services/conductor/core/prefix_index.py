@@ -1,230 +1,463 @@
-"""Who holds which block: {block key: {worker: tier}}, asked for the longest prefix of a prompt per worker.
+"""Who holds which block: {block key: {worker: tier}}, asked for the longest prefix of a prompt per worker and tier.
 
 Theory of operation
 -------------------
 
-Every worker has a *slot*, a place of four bits in an integer: three say in which tiers the worker holds a block,
-the fourth that it is promised to hold it soon (see ``promises``). So {worker: tier} of a block is one integer, and
-"all workers that have blocks 0 to i" is the AND over i + 1 integers: one pass over a prompt's keys gives the prefix
-length of every worker, whatever their number.
+A real cluster has millions of blocks and few distinct answers to "who holds it": blocks of one prompt move together.
+So every distinct answer is kept once, as a *row*, and a block is no more than {fingerprint: number of its row}.
 
-A promise counts for the worker itself only: a prompt placed there is computed after the one that brings the blocks.
-Others can pull only what is held.
+* A row is three integers with a bit for each worker: who holds it in device memory, in DRAM, on SSD. Every worker has
+  a *slot*, the position of its bit.
+* "All workers that have blocks 0 to i" is the AND over the rows of those blocks. Neighbours mostly share a row, and
+  then there is nothing to do: one pass over a prompt gives the prefix of every worker in every tier.
+* Events are applied in batches: the blocks of a batch mostly share their old row, thus their new one, and one call
+  moves them all.
+* A *fingerprint* is the key, a SHA-256, folded to 60 bits. With ten million blocks a key that is not there is taken
+  for another one once in 10^11 questions. It costs what any outdated entry costs: the owner, who compares whole keys,
+  has nothing to send, and the block is computed.
 
-The index is bounded by the number of (worker, block) pairs. When it is full, new pairs are dropped and counted:
-a missing entry costs a recomputation, never a wrong answer. Removing a worker walks its own keys only.
+Removing a worker is clearing the bit of its slot in ``_live``. What that leaves behind (bits of slots that are
+nobody's, blocks that nobody holds) is cleaned up by :meth:`PrefixIndex.tidy`, a slice at a time.
+A snapshot that comes in pages is gathered in a slot that is not live yet; the last page makes it the worker's slot,
+and until then the old one answers.
+
+Bounds: (worker, block) pairs and bytes. When one is reached new pairs are dropped and counted: a missing entry costs
+a recomputation, never a wrong answer. What is known already is still updated and removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+import numpy as np
 
 from shared.errors import Bug
-from shared.ids import BlockKey, WorkerId
-from shared.kv import Tier
+from shared.ids import WorkerId
+from shared.kv import KEY_BYTES, Tier
 
-_SLOT_BITS = 4
-_TIER_BIT = {Tier.DEVICE: 0, Tier.DRAM: 1, Tier.SSD: 2}
-_PROMISED_BIT = 3
-_HELD = 0b0111
-_ALL = 0b1111
+Fingerprint = int
+"""A block key folded to 60 bits."""
+
+BLOCK_BYTES: Final = 100
+"""Memory an indexed block takes: its fingerprint (32), and a dictionary entry at the worst fill (24 + 4 a place)."""
+ROW_BYTES: Final = 700
+"""Memory a distinct set of holders takes: five integers of a bit a worker, and two dictionary entries."""
+
+_FOLD_BITS: Final = np.uint64(60)
+_FOLD_MASK: Final = np.uint64((1 << 60) - 1)
+_TIERS: Final = (Tier.DEVICE, Tier.DRAM, Tier.SSD)
+_PLACE: Final = {tier: place for place, tier in enumerate(_TIERS)}
+_MOST_STEPS: Final = 65_536
+"""Remembered transitions from row to row; all are forgotten at once when there are more."""
+_FEWEST_ROWS: Final = 1024
+"""Rows that no block has are not looked for below this number of rows."""
+_FEWEST_DEAD: Final = 4096
+"""Blocks that nobody holds are not looked for below this number of them."""
+
+
+def fingerprints(packed: bytes) -> list[Fingerprint]:
+    """Those of packed keys; what is left of a torn last key has none."""
+    words = np.frombuffer(packed, dtype="<u8", count=len(packed) // KEY_BYTES * 4).reshape(-1, 4)
+    folded = np.bitwise_xor.reduce(words, axis=1)
+    return ((folded & _FOLD_MASK) ^ (folded >> _FOLD_BITS)).tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Match:
-    """What the index knows of one prompt; a snapshot, valid for ever but soon out of date."""
+    """What is known of one prompt; a snapshot, valid for ever but soon out of date."""
 
-    own: dict[WorkerId, int]
-    """Leading blocks each worker holds or is promised; workers with none are left out."""
-    held: Sequence[int]
-    """Per leading block, until the first one no sender holds: the first bit of the slot of each sender that does."""
+    within: Mapping[Tier, dict[WorkerId, int]]
+    """{tier: {worker: leading blocks it holds in that tier or a faster one}}; workers with none are left out."""
+    runs: Sequence[tuple[int, int]]
+    """(end, slots of the senders that hold its blocks), of stretches of leading blocks that the same ones hold, until
+    the first block that no sender does."""
     _workers: Sequence[WorkerId | None]
-    _runs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    own: dict[WorkerId, int] = field(default_factory=dict)
+    """Leading blocks each worker holds in any tier, or is promised; workers with none are left out."""
+    _found: dict[int, tuple[int, list[WorkerId]]] = field(default_factory=dict)
 
     @property
     def covered(self) -> int:
         """Leading blocks each of which some sender holds."""
-        return len(self.held)
+        return self.runs[-1][0] if self.runs else 0
 
     def run(self, start: int) -> tuple[int, list[WorkerId]]:
-        """The longest run of blocks from ``start`` that single workers hold: its end and those workers."""
-        if start not in self._runs:
-            end, holders = start, 0
-            while end < len(self.held) and (rest := (holders & self.held[end]) if end > start else self.held[end]):
-                end, holders = end + 1, rest
-            self._runs[start] = (end, holders)
-        end, holders = self._runs[start]
-        return end, [worker for bit in _bits(holders) if (worker := self._workers[bit // _SLOT_BITS]) is not None]
+        """The longest run of blocks from ``start`` that single senders hold: its end and those senders."""
+        found = self._found.get(start)
+        if found is None:
+            end, holders = start, -1
+            for until, senders in self.runs:
+                if until > start:
+                    if not (both := holders & senders):
+                        break
+                    end, holders = until, both
+            found = self._found[start] = end, list(self._named(holders)) if end > start else []
+        return found
+
+    def _named(self, slots: int) -> Iterator[WorkerId]:
+        return (worker for slot in _bits(slots) if (worker := self._workers[slot]) is not None)
 
 
 class PrefixIndex:
     """The copy of every worker's set of blocks. All operations are idempotent."""
 
-    def __init__(self, *, max_blocks: int = 20_000_000) -> None:
-        self._max_blocks = max_blocks
-        #: {block key: bits of all workers}; never 0
-        self._blocks: dict[BlockKey, int] = {}
-        #: {worker: slot}, and the reverse with None for free slots
+    def __init__(self, *, max_blocks: int = 20_000_000, max_bytes: int = 4 << 30) -> None:
+        self._max_blocks, self._max_bytes = max_blocks, max_bytes
+        #: {fingerprint: row}. NOTE: nothing but integers, so the garbage collector leaves the whole of it alone
+        self._row_of: dict[Fingerprint, int] = {}
+        #: of each row: slots that hold its blocks in device memory, DRAM, SSD; in the two first; in any; its blocks
+        self._masks: list[tuple[int, int, int]] = [(0, 0, 0)]
+        self._fast: list[int] = [0]
+        self._any: list[int] = [0]
+        self._sizes: list[int] = [0]
+        #: {masks: row}; rows that came to have the masks of another one, by the end of a worker, are left out
+        self._rows: dict[tuple[int, int, int], int] = {(0, 0, 0): 0}
+        self._free_rows: list[int] = []
+        self._collect_rows_at = _FEWEST_ROWS
+        #: {(row, slot, place of tier, is stored): row}
+        self._steps: dict[tuple[int, int, int, bool], int] = {}
+        #: {worker: slot}; {worker: slot in which its snapshot is gathered}
         self._slots: dict[WorkerId, int] = {}
+        self._gathering: dict[WorkerId, int] = {}
+        #: the reverse of ``_slots``, ``None`` for slots that are not live
         self._workers: list[WorkerId | None] = []
-        #: the first bit of every slot
-        self._ones = 0
-        #: {worker: {block key}}: all and only keys in whose integer the worker has a held bit, or a promised one
-        self._held: dict[WorkerId, set[BlockKey]] = {}
-        self._promised: dict[WorkerId, set[BlockKey]] = {}
-        #: sum of the sizes of ``_held``
+        #: blocks of each slot
+        self._held: list[int] = []
+        self._live = self._retired = 0
+        self._free_slots: list[int] = []
         self._pairs = 0
+        self._tidying = _Tidying()
+        #: the senders of the last question, and their slots
+        self._senders: tuple[object, int] = ((), 0)
         self.dropped_blocks = 0
         """Pairs not taken because the index was full."""
 
     def __len__(self) -> int:
-        """(worker, block) pairs held."""
+        """(worker, block) pairs held, those of snapshots under way counted in."""
         return self._pairs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it takes, estimated by what it counts."""
+        return len(self._row_of) * BLOCK_BYTES + len(self._masks) * ROW_BYTES
+
+    @property
+    def rows(self) -> int:
+        """Distinct sets of holders in memory."""
+        return len(self._masks) - len(self._free_rows)
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether :meth:`tidy` has nothing to do."""
+        return not self._retired and not self._tidying.doomed
 
     def blocks_of(self, worker: WorkerId) -> int:
         """Blocks ``worker`` is known to hold."""
-        return len(self._held.get(worker, ()))
+        slot = self._slots.get(worker)
+        return self._held[slot] if slot is not None else 0
 
-    def tiers(self, key: BlockKey) -> dict[WorkerId, Tier]:
-        """Who holds ``key``, each in its fastest tier."""
-        bits = self._blocks.get(key, 0)
-        found = {}
-        for worker, slot in self._slots.items():
-            mine = bits >> (slot * _SLOT_BITS)
-            for tier, bit in _TIER_BIT.items():
-                if mine >> bit & 1:
-                    found[worker] = tier
-                    break
+    def tiers(self, block: Fingerprint) -> dict[WorkerId, Tier]:
+        """Who holds ``block``, each in its fastest tier."""
+        found: dict[WorkerId, Tier] = {}
+        row = self._row_of.get(block, 0)
+        for tier, mask in zip(_TIERS, self._masks[row], strict=True):
+            for slot in _bits(mask & self._live):
+                worker = self._workers[slot]
+                if worker is not None:
+                    found.setdefault(worker, tier)
         return found
 
-    def store(self, worker: WorkerId, blocks: Iterable[tuple[BlockKey, Tier]]) -> None:
-        """``worker`` holds these blocks from now on."""
-        shift, held = self._slot(worker) * _SLOT_BITS, self._held[worker]
-        for key, tier in blocks:
-            if key not in held:
-                if self._pairs >= self._max_blocks:
-                    self.dropped_blocks += 1
-                    continue
-                held.add(key)
-                self._pairs += 1
-            self._blocks[key] = self._blocks.get(key, 0) | 1 << (shift + _TIER_BIT[tier])
+    def store(self, worker: WorkerId, blocks: Sequence[Fingerprint], tier: Tier) -> None:
+        """``worker`` holds these blocks in ``tier`` from now on."""
+        slot = self._slots.get(worker)
+        self._store(self._join(worker) if slot is None else slot, blocks, tier)
 
-    def evict(self, worker: WorkerId, keys: Iterable[BlockKey], tier: Tier) -> None:
+    def evict(self, worker: WorkerId, blocks: Sequence[Fingerprint], tier: Tier) -> None:
         """``worker`` no longer holds these blocks in ``tier``; it may in another."""
         slot = self._slots.get(worker)
         if slot is None:
             return
-        shift, held = slot * _SLOT_BITS, self._held[worker]
-        gone = ~(1 << (shift + _TIER_BIT[tier]))
-        for key in keys:
-            if key in held:
-                bits = self._blocks[key] & gone
-                self._put(key, bits)
-                if not bits >> shift & _HELD:
-                    held.remove(key)
-                    self._pairs -= 1
+        for old, group in self._by_row(blocks):
+            if old is not None:
+                new = self._step(old, slot, tier, stored=False)
+                if new != old:
+                    self._evict(group, old, new, slot)
 
-    def replace(self, worker: WorkerId, blocks: Iterable[tuple[BlockKey, Tier]]) -> None:
-        """``worker`` holds exactly these blocks."""
-        self._slot(worker)
-        self._clear(worker, self._held[worker], _HELD)
-        self._pairs -= len(self._held[worker])
-        self._held[worker] = set()
-        self.store(worker, blocks)
+    def gather(self, worker: WorkerId, blocks: Sequence[Fingerprint], tier: Tier) -> None:
+        """Part of a snapshot: nothing of it shows before :meth:`swap`."""
+        slot = self._gathering.get(worker)
+        if slot is None:
+            slot = self._gathering[worker] = self._slot()
+        self._store(slot, blocks, tier)
+
+    def drop_gathered(self, worker: WorkerId) -> None:
+        """The snapshot is given up, or begins again."""
+        slot = self._gathering.pop(worker, None)
+        if slot is not None:
+            self._retire(slot)
+
+    def swap(self, worker: WorkerId) -> None:
+        """``worker`` holds exactly what was gathered."""
+        old, new = self._slots.get(worker), self._gathering.pop(worker, None)
+        if old is not None:
+            self._retire(old)
+        self._join(worker, new)
 
     def remove(self, worker: WorkerId) -> None:
-        """``worker`` is gone, with all it held and was promised."""
-        slot = self._slots.get(worker)
-        if slot is None:
-            return
-        self._clear(worker, self._held[worker] | self._promised[worker], _ALL)
-        self._pairs -= len(self._held.pop(worker))
-        del self._promised[worker], self._slots[worker]
-        self._workers[slot] = None
+        """``worker`` is gone, with all it held."""
+        self.drop_gathered(worker)
+        slot = self._slots.pop(worker, None)
+        if slot is not None:
+            self._retire(slot)
 
-    def promise(self, worker: WorkerId, keys: Iterable[BlockKey]) -> None:
-        """``worker`` will hold these blocks soon."""
-        shift, promised = self._slot(worker) * _SLOT_BITS, self._promised[worker]
-        for key in keys:
-            promised.add(key)
-            self._blocks[key] = self._blocks.get(key, 0) | 1 << (shift + _PROMISED_BIT)
+    def match(self, blocks: Sequence[Fingerprint], senders: Iterable[WorkerId]) -> Match:
+        """Longest prefixes of ``blocks`` in one pass; only from ``senders`` blocks may be pulled.
 
-    def unpromise(self, worker: WorkerId, keys: Iterable[BlockKey]) -> None:
-        """These promises were kept, or will not be."""
-        promised = self._promised.get(worker)
-        if promised:
-            gone = promised.intersection(keys)
-            self._clear(worker, gone, 1 << _PROMISED_BIT)
-            promised -= gone
-
-    def match(self, keys: Sequence[BlockKey], senders: Iterable[WorkerId]) -> Match:
-        """Longest prefixes of ``keys`` in one pass; only from ``senders`` blocks may be pulled."""
-        ones = self._ones
-        may_send = sum(1 << (self._slots[sender] * _SLOT_BITS) for sender in senders if sender in self._slots)
-        own: dict[WorkerId, int] = {}
-        held: list[int] = []
-        alive, holes = ones, False
-        for i, key in enumerate(keys):
-            bits = self._blocks.get(key, 0)
-            holders = (bits | bits >> 1 | bits >> 2) & ones
-            going_on = alive & (holders | bits >> _PROMISED_BIT)
-            if ended := alive ^ going_on:
-                self._ended(own, ended, i)
-            alive = going_on
-            sending = holders & may_send
-            holes = holes or not sending
-            if not holes:
-                held.append(sending)
-            elif not alive:
+        The slots of the senders are remembered for as long as the very same object is given.
+        """
+        if senders is not self._senders[0]:
+            self._senders = (senders, sum(1 << self._slots[sender] for sender in senders if sender in self._slots))
+        may_send = self._senders[1]
+        fasts, anys, masks = self._fast, self._any, self._masks
+        ends: tuple[dict[WorkerId, int], ...] = ({}, {}, {})
+        device = fast = held = self._live
+        runs: list[tuple[int, int]] = []
+        last, sending, is_covered = -1, 0, True
+        i = 0
+        for i, row in enumerate(map(self._row_of.get, blocks)):
+            if row == last:
+                continue
+            last = row = row or 0
+            if is_covered and i:
+                runs.append((i, sending))
+            if ended := device & ~masks[row][0]:
+                self._end(ends[0], ended, i)
+                device ^= ended
+            if ended := fast & ~fasts[row]:
+                self._end(ends[1], ended, i)
+                fast ^= ended
+            if ended := held & ~anys[row]:
+                self._end(ends[2], ended, i)
+                held ^= ended
+            sending = anys[row] & may_send
+            is_covered = is_covered and bool(sending)
+            if not held and not is_covered:
                 break
         else:
-            self._ended(own, alive, len(keys))
-        return Match(own, held, tuple(self._workers))
+            if blocks:
+                if is_covered:
+                    runs.append((i + 1, sending))
+                for end, slots in zip(ends, (device, fast, held), strict=True):
+                    self._end(end, slots, i + 1)
+        return Match(dict(zip(_TIERS, ends, strict=True)), runs, tuple(self._workers), ends[2].copy())
+
+    def tidy(self, budget: int) -> bool:
+        """Cleans up after workers that are gone, about ``budget`` rows or blocks of it; whether nothing is left to do.
+
+        Changes no answer.
+        """
+        work = self._tidying
+        if work.doomed:
+            self._tidy_blocks(work.doomed, budget)
+        elif self._retired:
+            work.slots = work.slots or self._retired
+            until = min(work.row + budget, len(self._masks))
+            self._tidy_rows(work.slots, work.row, until)
+            work.row = until
+            if until == len(self._masks):
+                self._reuse(work.slots)
+                work.slots = work.row = 0
+                dead = sum(size for size, mask in zip(self._sizes, self._any, strict=True) if not mask)
+                if dead > _FEWEST_DEAD and 4 * dead > len(self._row_of):
+                    work.doomed = list(self._row_of)
+        return self.is_tidy
 
     def check_invariants(self) -> None:
-        """Raises :class:`Bug` when the two directions of the index disagree."""
-        for kind, sets in ((_HELD, self._held), (1 << _PROMISED_BIT, self._promised)):
-            pairs = {(worker, key) for key, bits in self._blocks.items() for worker, slot in self._slots.items()
-                     if bits >> (slot * _SLOT_BITS) & kind}
-            if pairs != {(worker, key) for worker, keys in sets.items() for key in keys}:
-                raise Bug(f"prefix index: bits {kind:04b} disagree with the workers' own sets")
-        if self._pairs != sum(map(len, self._held.values())) or not all(self._blocks.values()):
-            raise Bug(f"prefix index: counts {self._pairs} pairs or keeps a block nobody has")
+        """Raises :class:`Bug` when what is counted is not what is there."""
+        sizes, held = [0] * len(self._masks), [0] * len(self._held)
+        for row in self._row_of.values():
+            sizes[row] += 1
+        if sizes != self._sizes:
+            raise Bug("prefix index: sizes of rows are not the numbers of their blocks")
+        shown = self._live | sum(1 << slot for slot in self._gathering.values())
+        for row, masks in enumerate(self._masks):
+            if (self._fast[row], self._any[row]) != (masks[0] | masks[1], masks[0] | masks[1] | masks[2]):
+                raise Bug(f"prefix index: row {row} contradicts itself")
+            if self._any[row] & ~(shown | self._retired):
+                raise Bug(f"prefix index: row {row} has bits of slots that nobody has")
+            for slot in _bits(self._any[row] & shown):
+                held[slot] += sizes[row]
+        if held != self._held or self._pairs != sum(held):
+            raise Bug(f"prefix index: counts {self._pairs} pairs, has {sum(held)}")
+        if {slot: worker for worker, slot in self._slots.items()} != {
+                slot: worker for slot, worker in enumerate(self._workers) if worker is not None}:
+            raise Bug("prefix index: slots and workers disagree")
 
-    def _ended(self, own: dict[WorkerId, int], bits: int, length: int) -> None:
-        if length:
-            for bit in _bits(bits):
-                worker = self._workers[bit // _SLOT_BITS]
-                if worker is not None:
-                    own[worker] = length
+    # Blocks
 
-    def _slot(self, worker: WorkerId) -> int:
-        slot = self._slots.get(worker)
-        if slot is None:
-            try:
-                slot = self._workers.index(None)
-                self._workers[slot] = worker
-            except ValueError:
-                slot = len(self._workers)
-                self._workers.append(worker)
-                self._ones |= 1 << (slot * _SLOT_BITS)
-            self._slots[worker] = slot
-            self._held[worker], self._promised[worker] = set(), set()
+    def _by_row(self, blocks: Sequence[Fingerprint]) -> Iterable[tuple[int | None, dict[Fingerprint, int]]]:
+        """``blocks`` by the row they have, ``None`` for those that are not known, each once."""
+        rows = list(map(self._row_of.get, blocks))
+        kinds = set(rows)
+        if len(kinds) == 1:
+            return ((rows[0], dict.fromkeys(blocks, 0)),)
+        groups: dict[int | None, dict[Fingerprint, int]] = {row: {} for row in kinds}
+        for block, row in zip(blocks, rows, strict=True):
+            groups[row][block] = 0
+        return groups.items()
+
+    def _store(self, slot: int, blocks: Sequence[Fingerprint], tier: Tier) -> None:
+        for old, group in self._by_row(blocks):
+            new = self._step(old or 0, slot, tier, stored=True)
+            if new == old:
+                continue
+            is_new_pair = not self._any[old or 0] >> slot & 1
+            if is_new_pair:
+                room = self._room(is_new_block=old is None)
+                if len(group) > room:
+                    self.dropped_blocks += len(group) - room
+                    group = dict(islice(group.items(), room))
+                self._pairs += len(group)
+                self._held[slot] += len(group)
+            self._row_of.update(dict.fromkeys(group, new))
+            self._sizes[new] += len(group)
+            if old is not None:
+                self._sizes[old] -= len(group)
+
+    def _room(self, *, is_new_block: bool) -> int:
+        """Pairs that may be added."""
+        room = self._max_blocks - self._pairs
+        if is_new_block:
+            room = min(room, (self._max_bytes - self.nbytes) // BLOCK_BYTES)
+        return max(room, 0)
+
+    def _evict(self, group: dict[Fingerprint, int], old: int, new: int, slot: int) -> None:
+        self._sizes[old] -= len(group)
+        if self._any[new]:
+            self._row_of.update(dict.fromkeys(group, new))
+            self._sizes[new] += len(group)
+        else:
+            for block in group:
+                del self._row_of[block]
+        if self._any[old] >> slot & 1 and not self._any[new] >> slot & 1:
+            self._pairs -= len(group)
+            self._held[slot] -= len(group)
+
+    # Rows
+
+    def _step(self, row: int, slot: int, tier: Tier, *, stored: bool) -> int:
+        """The row of a block of ``row`` once ``slot`` holds it in ``tier``, or no longer does."""
+        step = (row, slot, _PLACE[tier], stored)
+        after = self._steps.get(step)
+        if after is None:
+            masks = list(self._masks[row])
+            masks[step[2]] = masks[step[2]] | 1 << slot if stored else masks[step[2]] & ~(1 << slot)
+            after = self._row((masks[0] & ~self._retired, masks[1] & ~self._retired, masks[2] & ~self._retired))
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
+            self._steps[step] = after
+        return after
+
+    def _row(self, masks: tuple[int, int, int]) -> int:
+        row = self._rows.get(masks)
+        if row is None:
+            if self.rows >= self._collect_rows_at:
+                self._collect_rows()
+            if self._free_rows:
+                row = self._free_rows.pop()
+            else:
+                row = len(self._masks)
+                self._masks.append(masks)
+                for column in (self._fast, self._any, self._sizes):
+                    column.append(0)
+            self._put(row, masks)
+            self._rows[masks] = row
+        return row
+
+    def _put(self, row: int, masks: tuple[int, int, int]) -> None:
+        self._masks[row] = masks
+        self._fast[row] = masks[0] | masks[1]
+        self._any[row] = self._fast[row] | masks[2]
+
+    def _collect_rows(self) -> None:
+        """Frees the rows that no block has."""
+        free = set(self._free_rows)
+        for row in range(1, len(self._masks)):
+            if not self._sizes[row] and row not in free:
+                self._forget(row)
+                self._put(row, (0, 0, 0))
+                self._free_rows.append(row)
+        self._steps.clear()
+        self._collect_rows_at = max(_FEWEST_ROWS, 2 * self.rows)
+
+    def _forget(self, row: int) -> None:
+        """The row is not found by its masks any more."""
+        if self._rows.get(self._masks[row]) == row:
+            del self._rows[self._masks[row]]
+
+    # Slots
+
+    def _join(self, worker: WorkerId, slot: int | None = None) -> int:
+        slot = self._slot() if slot is None else slot
+        self._slots[worker], self._workers[slot] = slot, worker
+        self._live |= 1 << slot
+        self._senders = ((), 0)
         return slot
 
-    def _clear(self, worker: WorkerId, keys: Iterable[BlockKey], kind: int) -> None:
-        slot = self._slots.get(worker)
-        if slot is not None:
-            gone = ~(kind << (slot * _SLOT_BITS))
-            for key in keys:
-                self._put(key, self._blocks[key] & gone)
+    def _slot(self) -> int:
+        """One that is nobody's."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        self._workers.append(None)
+        self._held.append(0)
+        return len(self._workers) - 1
 
-    def _put(self, key: BlockKey, bits: int) -> None:
-        if bits:
-            self._blocks[key] = bits
-        else:
-            del self._blocks[key]
+    def _retire(self, slot: int) -> None:
+        self._live &= ~(1 << slot)
+        self._retired |= 1 << slot
+        self._pairs -= self._held[slot]
+        self._held[slot], self._workers[slot] = 0, None
+        self._senders = ((), 0)
+
+    def _tidy_rows(self, slots: int, start: int, end: int) -> None:
+        for row in range(start, end):
+            if self._any[row] & slots:
+                device, dram, ssd = self._masks[row]
+                self._forget(row)
+                self._put(row, (device & ~slots, dram & ~slots, ssd & ~slots))
+                self._rows.setdefault(self._masks[row], row)
+
+    def _reuse(self, slots: int) -> None:
+        self._steps.clear()  # they lead to where the slots' former owners were
+        self._retired &= ~slots
+        self._free_slots += _bits(slots)
+
+    def _tidy_blocks(self, doomed: list[Fingerprint], budget: int) -> None:
+        for block in doomed[-budget:]:
+            row = self._row_of.get(block)
+            if row is not None and not self._any[row]:
+                del self._row_of[block]
+                self._sizes[row] -= 1
+        del doomed[-budget:]
+
+    def _end(self, ends: dict[WorkerId, int], slots: int, length: int) -> None:
+        if length:
+            for slot in _bits(slots):
+                worker = self._workers[slot]
+                if worker is not None:
+                    ends[worker] = length
+
+
+@dataclass
+class _Tidying:
+    """What is being cleaned up: the slots whose bits are cleared, how far, and blocks that may be nobody's."""
+
+    slots: int = 0
+    row: int = 0
+    doomed: list[Fingerprint] = field(default_factory=list)
 
 
 def _bits(mask: int) -> Iterator[int]:
