@@ -30,6 +30,9 @@ T = TypeVar("T", bound="CommonSettings")
 BYTES: dict[str, Any] = {"unit": "bytes"}
 SECONDS: dict[str, Any] = {"unit": "seconds"}
 
+_LONGER = {"store": ("store-manager",)}
+"""{service: those whose names begin with its own}: their variables look like its."""
+
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What every service takes."""
@@ -118,7 +121,9 @@ def load(
     file_values, own_table = _read_file(env.get("MOONBUS_CONFIG", ""), service)
     if whole:
         prefix = f"MOONBUS_{_env(service)}_"
-        own = [name.removeprefix(prefix) for name in env if name.startswith(prefix)]
+        others = [f"MOONBUS_{_env(other)}_" for other in _LONGER.get(service, ())]
+        own = [name.removeprefix(prefix) for name in env
+               if name.startswith(prefix) and not name.startswith(tuple(others))]
         _refuse_unknown(own, [name.upper() for name in known], service, prefix)
         _refuse_unknown(own_table, known, service)
     for part_name in dict.fromkeys(option.place[0] for option in options if len(option.place) > 1):

@@ -53,6 +53,7 @@ def _setting(name: str, flag: str = "") -> Any:
 Model = Annotated[str | None, _setting("model")]
 Prefill = Annotated[int | None, _setting("prefill")]
 Decode = Annotated[int | None, _setting("decode")]
+Store = Annotated[int | None, _setting("store")]
 Host = Annotated[str | None, _setting("host")]
 Port = Annotated[int | None, _setting("port")]
 DataDir = Annotated[str | None, _setting("data_dir")]
@@ -70,15 +71,15 @@ Sets = Annotated[list[str] | None, typer.Option(
 @app.command(rich_help_panel=_STACK, epilog=(
     "Examples:\n\n  moonbus up\n\n  moonbus up --model ./my-model --prefill 1 --decode 1 --port 9000\n\n"
     "Any setting of a service can be given in its environment: MOONBUS_PREFILL_CHUNK_TOKENS=128 moonbus up"))
-def up(model: Model = None, prefill: Prefill = None, decode: Decode = None, host: Host = None, port: Port = None,
-       data_dir: DataDir = None, cache_dir: CacheDir = None, threads: Threads = None,
+def up(model: Model = None, prefill: Prefill = None, decode: Decode = None, store: Store = None, host: Host = None,
+       port: Port = None, data_dir: DataDir = None, cache_dir: CacheDir = None, threads: Threads = None,
        pool_bytes: PoolBytes = None) -> None:
     """Run a whole stack in the foreground: NATS, Postgres and the five services. Ctrl-C drains and stops it."""
     from services.launcher.status import up as run
 
     raise typer.Exit(run(_launcher_settings(
-        model=model, prefill=prefill, decode=decode, host=host, port=port, data_dir=data_dir, cache_dir=cache_dir,
-        threads=threads, pool_bytes=pool_bytes)))
+        model=model, prefill=prefill, decode=decode, store=store, host=host, port=port, data_dir=data_dir,
+        cache_dir=cache_dir, threads=threads, pool_bytes=pool_bytes)))
 
 
 @app.command(rich_help_panel=_STACK, epilog="Examples:\n\n  moonbus demo\n\n  moonbus demo --model tiny-random")

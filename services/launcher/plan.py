@@ -23,9 +23,9 @@ WORKER_START_S = 300.0
 SERVICE_START_S = 60.0
 PASSED_ON = ("otlp_endpoint", "log_level", "drain_s", "heartbeat_s", "suspect_after_s", "dead_after_s")
 """Common settings of the launcher that hold for every service too."""
-WORKERS = frozenset({"prefill", "decode"})
-ESSENTIAL = WORKERS | {"gateway", "conductor"}
-"""Without any instance of these nothing is served; the store-manager is off the request path."""
+WORKERS = frozenset({"prefill", "decode", "store"})
+ESSENTIAL = frozenset({"prefill", "decode", "gateway", "conductor"})
+"""Without any instance of these nothing is served; the store-manager and stores are off the request path."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str, socket_
     nats, postgres = Fact("nats", "url"), Fact("postgres", "url")
     workers = settings.prefill + settings.decode
     threads = settings.threads or max(1, resources.cores // workers)
-    pool_bytes = settings.pool_bytes or pool_share(resources.memory_bytes, workers)
+    pool_bytes = settings.pool_bytes or pool_share(resources.memory_bytes, workers + settings.store)
+    # In the name for all, which gives way to either name in the launcher's own environment.
+    meeting = {"MOONBUS_TRANSFER_SOCKET_DIR": socket_dir}
 
     def service(name: str, of: str, *, after: tuple[str, ...], env: Mapping[str, str | Fact] | None = None,
                 defaults: Mapping[str, str | Fact] | None = None, start_timeout_s: float = SERVICE_START_S) -> Unit:
@@ -89,10 +91,13 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str, socket_
         own = {"worker_id": name, "model": settings.model}
         chosen = {"block_tokens": settings.block_tokens, "threads": threads, "pool_bytes": pool_bytes}
         omp = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        # In the name for all, which gives way to either name in the launcher's own environment.
-        meeting = {"MOONBUS_TRANSFER_SOCKET_DIR": socket_dir}
         return service(name, role, after=("nats",), env=environment(role, own),
                        defaults={**environment(role, chosen), **meeting, **omp}, start_timeout_s=WORKER_START_S)
+
+    def store(number: int) -> Unit:
+        name = f"store-{number}"
+        return service(name, "store", after=("nats",), env=environment("store", {"worker_id": name}),
+                       defaults={**environment("store", {"pool_bytes": pool_bytes}), **meeting})
 
     return (
         Unit("nats", "nats", "server"),
@@ -104,6 +109,7 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str, socket_
         service("conductor", "conductor", after=("nats",)),
         *(worker("prefill", number) for number in range(1, settings.prefill + 1)),
         *(worker("decode", number) for number in range(1, settings.decode + 1)),
+        *(store(number) for number in range(1, settings.store + 1)),
         service("gateway", "gateway", after=("nats",),
                 env=environment("gateway", {"host": settings.host, "port": settings.port, "models": settings.model})),
     )

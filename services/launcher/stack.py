@@ -189,7 +189,7 @@ async def _work(supervisor: Supervisor, work: Callable[[], Coroutine[None, None,
 
 async def wait_serving(stack: Stack) -> None:
     """Returns when a request would be served: the conductor knows every worker, the gateway offers the model."""
-    wanted = stack.settings.prefill + stack.settings.decode
+    wanted = stack.settings.prefill + stack.settings.decode + stack.settings.store
     alive, offered = 0, False
     deadline_s = time.monotonic() + SERVING_S
     async with NatsBus.connect(stack.nats_url, name="launcher") as bus, httpx.AsyncClient(timeout=2.0) as http:

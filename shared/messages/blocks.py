@@ -56,7 +56,7 @@ class Evicted(Message, frozen=True):
     """Packed block keys."""
     tier: Tier = Tier.DRAM
     reason: str = "capacity"
-    """``capacity``, ``corrupt``, ``drain`` or ``shutdown``."""
+    """``capacity``, ``corrupt``, ``quota``, ``trim``, ``drain`` or ``shutdown``."""
 
 
 KvEvent = Stored | Evicted

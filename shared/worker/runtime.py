@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -131,6 +132,8 @@ def named(settings: S, role: Role) -> S:
     """``settings`` with a worker id; an SSD is only found again by who has a name of its own."""
     if settings.ssd.dir and not settings.worker_id:
         raise SettingError("worker_id", "", "a name, since ssd_dir is set: blocks are found again by it")
+    if settings.worker_id and not re.fullmatch(r"[A-Za-z0-9_-]+", settings.worker_id):
+        raise SettingError("worker_id", settings.worker_id, "letters, digits, - and _")
     return msgspec.structs.replace(settings, worker_id=settings.worker_id or fresh(role, 4))
 
 

@@ -169,3 +169,10 @@ def test_a_misspelled_name_of_a_part_is_refused_in_the_file_too(tmp_path: Path) 
 
 def test_a_service_without_the_part_does_not_mind_its_settings() -> None:
     assert load(Settings, "x", env={"MOONBUS_MOVER_LANE": "4", "MOONBUS_NAEM": "nobody's"}).count == 3
+
+
+def test_a_service_does_not_take_the_variables_of_one_with_a_longer_name_for_its_own() -> None:
+    env = {"MOONBUS_STORE_MANAGER_BATCH_ROWS": "5", "MOONBUS_STORE_LOG_LEVEL": "debug"}
+    assert load(CommonSettings, "store", env=env).log_level == "debug"
+    with pytest.raises(UnknownSetting, match="MOONBUS_STORE_LOG_LEVLE"):
+        load(CommonSettings, "store", env={"MOONBUS_STORE_LOG_LEVLE": "debug"})

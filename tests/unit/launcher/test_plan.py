@@ -96,3 +96,12 @@ def test_container_limits(tmp_path: Path) -> None:
 def test_available_memory(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 10 kB\nMemAvailable:     5 kB\n")
     assert available_bytes(tmp_path / "meminfo") == 5 * 1024
+
+
+def test_stores_only_when_they_are_wanted() -> None:
+    assert not any(unit.service == "store" for unit in stack().values())
+    units = stack(store=2)
+    unit = units["store-2"]
+    assert unit.argv[-2:] == ("serve", "store") and unit.env["MOONBUS_STORE_WORKER_ID"] == "store-2"
+    assert "MOONBUS_STORE_MODEL" not in unit.env and not unit.essential and unit.stops_with == "workers"
+    assert unit.defaults["MOONBUS_STORE_POOL_BYTES"] == units["prefill-1"].defaults["MOONBUS_PREFILL_POOL_BYTES"]
