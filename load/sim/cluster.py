@@ -334,7 +334,7 @@ class Cluster:
 
     def computed(self, job: Job) -> None:
         """A prefill is computed; its KV may still be on its way."""
-        self.outcomes.prefilled(job, reuse_s=self._profile.reuse_s(job.hit_tokens))
+        self.outcomes.prefilled(job)
         self.loop.after(_PUSH_PATIENCE_S, self._push_is_late, job, job.attempt)
 
     def _push_is_late(self, job: Job, attempt: int) -> None:

@@ -78,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prefill_busy_s: float
     """GPU time of all prefills."""
     prefill_mean_s: float
-    """Time a prefill takes its node, bringing reused KV to the GPUs included."""
+    """Time a prefill has its node, waiting for what it reuses included."""
     prefill_compute_s: float
     """Of that, computing: what the Mooncake paper calls the GPU time of a prefill."""
     wasted_prefill_s: float
@@ -102,7 +102,7 @@ class Outcomes:
         self.failed = self.completed = self.missed = 0
         self.prompt_tokens = self.hit_tokens = self.pulled_bytes = 0
         self.prefills = 0
-        self.computed_s = self.wasted_s = self.reuse_s = 0.0
+        self.computed_s = self.wasted_s = self.loading_s = 0.0
         #: per ended request: index, arrival, prompt tokens, TTFT (nan: none), TBT (nan: none), TTFT bound, end,
         #: predicted TTFT (nan: none), hit tokens, answer tokens
         self.rows: list[tuple[float, ...]] = []
@@ -114,11 +114,11 @@ class Outcomes:
         """Requests that are over."""
         return len(self.rows)
 
-    def prefilled(self, job: Job, *, reuse_s: float = 0.0) -> None:
-        """A prefill is computed; ``reuse_s`` of it was bringing reused KV to the GPUs."""
+    def prefilled(self, job: Job) -> None:
+        """A prefill is computed."""
         self.prefills += 1
         self.computed_s += job.computed_s
-        self.reuse_s += reuse_s
+        self.loading_s += job.loading_s
         self.prompt_tokens += job.num_tokens
         self.hit_tokens += job.hit_tokens
         self.pulled_bytes += job.fetched_bytes
@@ -179,7 +179,7 @@ class Outcomes:
             tbt_share=float(np.sum(is_smooth)) / count, prompt_tokens=self.prompt_tokens, hit_tokens=self.hit_tokens,
             transferred_bytes=round(transferred_bytes), pulled_bytes=self.pulled_bytes, prefill_busy_s=busy_s,
             prefill_mean_s=self.computed_s / max(self.prefills, 1),
-            prefill_compute_s=(self.computed_s - self.reuse_s) / max(self.prefills, 1), wasted_prefill_s=self.wasted_s,
+            prefill_compute_s=(self.computed_s - self.loading_s) / max(self.prefills, 1), wasted_prefill_s=self.wasted_s,
             ttft_error=(float(np.mean(np.abs(table[predicted, 7] - ttft_s[predicted])) / np.mean(ttft_s[predicted]))
                         if predicted.any() else 0.0),
             long_ttft_p99_s=float(np.percentile(ttft_s[is_long], 99)) if is_long.any() else 0.0,

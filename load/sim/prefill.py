@@ -322,7 +322,10 @@ class PrefillNode:
         now, profile = self._loop.now, self._profile
         is_first = job.computed_s == 0.0
         self._since_s, self._since_tokens = now, float(job.done_tokens)
-        self._overhead_s = profile.prefill_fixed_s + profile.reuse_s(job.hit_tokens) if is_first else 0.0
+        self._overhead_s = 0.0
+        if is_first:  # what is reused has been on its way to the GPUs since the prompt was ready
+            job.loading_s = max(profile.reuse_s(job.hit_tokens) - (now - job.ready_s), 0.0)
+            self._overhead_s = profile.prefill_fixed_s + job.loading_s
         self._version += 1
         self._switch_s = -1.0
         work_s = self._pace * (self._overhead_s + profile.compute_s(job.done_tokens, job.num_tokens))

@@ -31,7 +31,8 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Prefill of ``n`` tokens over ``p`` reused ones: ``fixed + a (n - p) + b (n² - p²)`` seconds of the GPUs."""
     reuse_fixed_s: float
     reuse_per_token_s: float
-    """Bringing ``p`` reused tokens from DRAM to the GPUs: ``fixed + c p``, when there are any."""
+    """Bringing ``p`` reused tokens from DRAM to the GPUs: ``fixed + c p``, when there are any. It begins when a prompt
+    is ready and goes on beside the computing of others, so a prompt that has waited long enough does not notice it."""
     decode_fixed_s: float
     decode_per_request_s: float
     decode_per_context_token_s: float

@@ -15,8 +15,8 @@ class Job:
     __slots__ = (
         "arrived_s", "at_s", "attempt", "block_tokens", "computed_s", "decode_hit_blocks", "done_tokens", "excluded",
         "fetch_s", "fetched_bytes", "finish_step", "finished_s", "first_s", "flow", "gap_s", "generated", "hit_tokens",
-        "index", "is_pushed", "join_step", "joined_s", "keys", "num_tokens", "operation", "output_tokens", "paused_s",
-        "placement",
+        "index", "is_pushed", "join_step", "joined_s", "keys", "loading_s", "num_tokens", "operation", "output_tokens",
+        "paused_s", "placement",
         "predicted_ttft_s", "prefilled_s", "push_version", "rank", "ready_s", "request", "slots", "started_s",
         "worst_gap_s",
     )
@@ -51,7 +51,9 @@ class Job:
         """Prompt tokens whose KV the prefill node has."""
         self.hit_tokens = 0
         self.computed_s = 0.0
-        """Seconds of GPU time its prefill took so far."""
+        """Seconds its prefill has had a node so far."""
+        self.loading_s = 0.0
+        """Of those, spent waiting for what it reuses."""
         self.fetch_s = 0.0
         self.fetched_bytes = 0
         self.slots: list[int] | None = None

@@ -24,7 +24,8 @@ def test_run_leaves_page_figures_and_numbers(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [
         "run", "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10", "--prefill", "2", "--decode", "1",
         "--profile", profile, "--nic-gbps", "1", "--dram-tokens", "500", "--policy", "mooncake_a1",
-        "--admission", "slo", "--rate-scale", "2", "--ttft-slo", "10s", "--tbt-slo", "1s", "--limit", "10", "--seed", "3",
+        "--admission", "slo", "--rate-scale", "2", "--ttft-slo", "10s", "--tbt-slo", "1s", "--limit", "10",
+        "--seed", "3",
         "--json", str(tmp_path / "numbers.json"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     numbers = json.loads((tmp_path / "numbers.json").read_text())
