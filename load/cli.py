@@ -18,6 +18,7 @@ from rich.table import Table
 
 from load import plots, report
 from load.bench import cli as bench
+from load.cachesim.cli import cache_sim
 from load.client import is_loopback
 from load.live import ReplayOptions
 from load.record import REPORT_FILE, read_run
@@ -36,6 +37,7 @@ app.command("bench-transfer")(bench.bench_transfer)
 app.command("bench-store")(bench.bench_store)
 app.command("bench-restart")(bench.bench_restart)
 app.command("soak-transfer")(bench.soak_transfer)
+app.command("cache-sim")(cache_sim)
 
 
 class ApiKind(StrEnum):
