@@ -19,12 +19,23 @@ from typing import Any, TypeVar
 import msgspec
 
 from shared.bus.bus import Bus, Delivery
-from shared.bus.subjects import KV_EVICTED, KV_STORED, KV_SYNC, PUSH
+from shared.bus.subjects import KV_DIGEST, KV_EVICTED, KV_STORED, KV_SYNC, PUSH
 from shared.clock import Clock
 from shared.errors import BusError, NoResponders, RequestTimeout
 from shared.ids import BlockKey, Incarnation, OperationId, RequestId, WorkerId, fresh
 from shared.kv import CacheSpec, Tier, pack_keys, unpack_keys
-from shared.messages import Evicted, KvEvent, PushBlocks, Pushed, Range, StoredBlock, SyncEvents, SyncReply
+from shared.messages import (
+    DigestReply,
+    Evicted,
+    KvEvent,
+    PushBlocks,
+    Pushed,
+    Range,
+    SnapshotPage,
+    StoredBlock,
+    SyncEvents,
+    SyncReply,
+)
 from shared.store.blocks import BlockPool, PoolStatistics
 from shared.store.events import PAGE_BLOCKS, EventLog
 from shared.store.parts import Fetched, Part
@@ -129,6 +140,7 @@ class StoreAgent:
         upkeep = Upkeep(self, self._bus, self._worker)
         serving = [
             await self._bus.serve(KV_SYNC.at(worker=self._worker), self._on_sync),
+            await self._bus.serve(KV_DIGEST.at(worker=self._worker), self._on_digest),
             await self._bus.serve(PUSH.at(worker=self._worker), self._on_push, concurrency=16),
             *await upkeep.listen(),
         ]
@@ -530,6 +542,9 @@ class StoreAgent:
         reply = self._log.since(delivery.message, now=self._clock.monotonic())
         metrics.KV_SYNCS.labels(kind="events" if isinstance(reply, SyncEvents) else "snapshot").inc()
         return reply
+
+    async def _on_digest(self, delivery: Delivery) -> DigestReply | SnapshotPage:
+        return self._log.digest(delivery.message, now=self._clock.monotonic())
 
     async def _on_push(self, delivery: Delivery) -> Pushed:
         ask: PushBlocks = delivery.message

@@ -6,16 +6,22 @@ import asyncio
 import errno
 import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.bus.subjects import POOL, QUOTAS
+from shared.bus.bus import Delivery
+from shared.bus.subjects import KV_DIGEST, LOAD, POOL, QUOTAS
 from shared.errors import SettingError
 from shared.ids import OperationId
 from shared.kv import Tier, pack_keys
 from shared.messages import (
+    DigestQuery,
+    DigestReply,
+    Hello,
+    Load,
     Protect,
     Protected,
     Quotas,
@@ -28,8 +34,10 @@ from shared.messages import (
     Trim,
     Trimmed,
 )
+from shared.settings import CommonSettings
 from shared.store.settings import SsdSettings
 from shared.store.ssd.slots import stride_of
+from shared.worker.presence import Presence
 from tests.support.agents import Holder, open_holder
 from tests.support.blocks import SPEC, make_chain
 from tests.support.eventually import Eventually
@@ -233,6 +241,50 @@ async def test_a_disk_that_stalls_holds_nobody_up(nats_url: str, tmp_path: Path,
         files.gate.set()
         await eventually(lambda: one.agent.pool.statistics().private == 0)
         assert one.right([block.key for block in more])
+
+
+async def test_three_seconds_without_an_answer_stop_no_heartbeat(
+        nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    files = FaultyFiles()
+    beats: list[float] = []
+    async with open_holder(nats_url, "w1", files=files, ssd=ssd(tmp_path, timeout_s=0.2)) as one:
+        hello = Hello(worker=one.id, incarnation=one.incarnation, role="store", spec=SPEC, endpoint=one.endpoint,
+                      capacity_blocks=32, max_running=1, started_at_s=time.time())
+
+        async def on_load(delivery: Delivery) -> None:
+            beats.append(time.monotonic())
+
+        listening = await one.bus.subscribe(LOAD.at(worker=one.id), on_load)
+        presence = Presence(one.bus, CommonSettings(nats_url=nats_url, heartbeat_s=0.1), hello, lambda: Load(
+            worker=one.id, incarnation=one.incarnation, role="store", kv_seq=one.agent.seq))
+        async with presence.open():
+            await eventually(lambda: len(beats) > 3)
+            files.gate.clear()
+            one.put(make_chain("a", 6))
+            await eventually(lambda: files.entered.acquire(blocking=False), "the copy stands still")
+            until_s = time.monotonic() + 3.0
+            count = 0
+            while time.monotonic() < until_s:
+                one.put(make_chain(str(count := count + 1), 4))
+                await asyncio.sleep(0.05)
+            statistics = one.agent.pool.statistics()
+            assert statistics.pinned <= 2, "a stalled copy holds a sixteenth of the pool"
+            assert one.agent.ssd is not None and one.agent.ssd.pause_left_s() > 0
+            files.gate.set()
+        await listening.close()
+        assert max(after - before for before, after in pairwise(beats)) < 1.0
+        await eventually(lambda: one.agent.pool.statistics().pinned == 0)
+        await eventually(lambda: one.announced == one.held)
+
+
+async def test_its_digest_is_that_of_both_tiers(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
+        one.put(make_chain("a", 5))
+        await eventually(lambda: on_ssd(one, make_chain("a", 5)) == 5 and one.announced == one.held)
+        reply = await one.bus.request(KV_DIGEST.at(worker=one.id), DigestQuery(incarnation=one.incarnation),
+                                      timeout_s=5.0)
+        assert isinstance(reply, DigestReply) and reply.spec == SPEC.digest
+        assert {tier.tier for tier in reply.tiers} == {Tier.DRAM, Tier.SSD}
 
 
 # --- orders of the store-manager ---------------------------------------------------------------------------------
