@@ -20,11 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from load import plots
+from load.record import read_run
 from load.sim import figures, paper
 from load.sim.experiment import DISCIPLINES, Result, RunOptions, load_trace, simulate
 from load.sim.faults import parse_fault
+from load.sim.fit import fit_profile
 from load.sim.many import GOOD_SHARE, find_knee
-from load.sim.page import PAGE_FILE, Page, Table, write
+from load.sim.page import PAGE_FILE, Page, Table, write, write_file
+from load.sim.profile import read_profile
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, TraceError
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
@@ -225,6 +228,29 @@ def paper_command(
         page.figures |= outcome.figures
         data |= outcome.data
     _finish(out, "paper", page, data, json)
+
+
+@_command("fit")
+def fit_command(
+    directory: Annotated[Path, typer.Argument(help="Folder that `moonbus load run` wrote.")],
+    to: Annotated[Path, typer.Option(help="Profile to write, a .json file; its name is the profile's.")],
+    like: Annotated[str, typer.Option(help="Profile for what a run cannot tell: geometry, memory sizes.")] =
+    "a800-llama3-70b",
+) -> None:
+    """Fit a profile to the records of a live run.
+
+    Example: moonbus sim fit load/results/conversation_trace-20260101-120000 --to our-node.json
+    """
+    info, records = read_run(directory)
+    source = f"Fitted to {len(records)} requests of {info.trace} on {info.model}, {directory.name}."
+    profile, fits = fit_profile(records, read_profile(like), name=to.stem, source=source)
+    write_file(to, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+    grid = Grid("model", "observations", "median error")
+    for one in fits:
+        grid.add_row(one.model, str(one.observations), f"{one.median_error:.1%}")
+    console = Console()
+    console.print(grid)
+    console.print(f"profile: {to}; everything else is that of {like}", soft_wrap=True, highlight=False)
 
 
 def label(name: str) -> str:

@@ -179,7 +179,8 @@ class Outcomes:
             tbt_share=float(np.sum(is_smooth)) / count, prompt_tokens=self.prompt_tokens, hit_tokens=self.hit_tokens,
             transferred_bytes=round(transferred_bytes), pulled_bytes=self.pulled_bytes, prefill_busy_s=busy_s,
             prefill_mean_s=self.computed_s / max(self.prefills, 1),
-            prefill_compute_s=(self.computed_s - self.loading_s) / max(self.prefills, 1), wasted_prefill_s=self.wasted_s,
+            prefill_compute_s=(self.computed_s - self.loading_s) / max(self.prefills, 1),
+            wasted_prefill_s=self.wasted_s,
             ttft_error=(float(np.mean(np.abs(table[predicted, 7] - ttft_s[predicted])) / np.mean(ttft_s[predicted]))
                         if predicted.any() else 0.0),
             long_ttft_p99_s=float(np.percentile(ttft_s[is_long], 99)) if is_long.any() else 0.0,

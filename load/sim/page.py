@@ -55,7 +55,12 @@ def write(directory: Path, page: Page, data: Mapping[str, Any], *, json: Path | 
     if json is not None:
         files[json] = encoded
     for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.part")
-        beside.write_bytes(content)
-        beside.replace(path)
+        write_file(path, content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """``path`` has ``content``, or is as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(content)
+    beside.replace(path)
