@@ -16,7 +16,7 @@ from shared.store.blocks import BlockPool
 from shared.store.events import EventLog
 
 _ROOT = BlockKey(bytes(32))
-_KEPT_BATCHES = 256
+_KEPT_BATCHES = 32
 """Batches at hand for those who missed some; older questions get everything."""
 
 

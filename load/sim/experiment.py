@@ -121,7 +121,7 @@ def simulate(trace: Trace, options: RunOptions, *, progress: Progress | None = N
 
     def is_over() -> bool:
         nonlocal reported
-        ended = len(outcomes.rows)
+        ended = outcomes.ended
         if progress is not None and ended - reported >= _PROGRESS_REQUESTS:
             reported = ended
             progress(ended, expected)

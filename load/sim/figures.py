@@ -40,7 +40,7 @@ def load_curve(result: Result) -> bytes:
     left.plot(curve[:, 0], curve[:, 1] / 1e3)
     left.set_ylabel("prompt tokens waiting, thousands")
     right.plot(curve[:, 0], curve[:, 2], color="C1", label="decoding")
-    turned_away = sorted(row[6] for row in result.outcomes.rows if int(row[0]) in result.outcomes.reasons)
+    turned_away = [row[6] for row in result.outcomes.table() if int(row[0]) in result.outcomes.reasons]
     if turned_away:
         counts, edges = np.histogram(turned_away, bins=60, range=(0, max(curve[-1, 0], 1)))
         right.stairs(counts, edges, color="C3", label=f"turned away per {edges[1]:.0f} s")

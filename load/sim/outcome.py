@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import numpy.typing as npt
 
 from load.sim.profile import NodeProfile
 from load.sim.request import Job
+
+_COLUMNS = 10
 
 _Array = npt.NDArray[np.float64]
 
@@ -103,16 +106,16 @@ class Outcomes:
         self.prompt_tokens = self.hit_tokens = self.pulled_bytes = 0
         self.prefills = 0
         self.computed_s = self.wasted_s = self.loading_s = 0.0
-        #: per ended request: index, arrival, prompt tokens, TTFT (nan: none), TBT (nan: none), TTFT bound, end,
-        #: predicted TTFT (nan: none), hit tokens, answer tokens
-        self.rows: list[tuple[float, ...]] = []
+        #: per ended request, ``_COLUMNS`` numbers: index, arrival, prompt tokens, TTFT (nan: none), TBT (nan: none),
+        #: TTFT bound, end, predicted TTFT (nan: none), hit tokens, answer tokens
+        self._rows = array("d")
         self.reasons: dict[int, str] = {}
         """{index: why it was rejected or failed}."""
 
     @property
     def ended(self) -> int:
         """Requests that are over."""
-        return len(self.rows)
+        return len(self._rows) // _COLUMNS
 
     def prefilled(self, job: Job) -> None:
         """A prefill is computed."""
@@ -147,15 +150,14 @@ class Outcomes:
             self.missed += 1
         if reason:
             self.reasons[job.index] = reason
-        self.rows.append((job.index, job.at_s, job.num_tokens, ttft_s, tbt_s, bound_s, end_s,
+        self._rows.extend((job.index, job.at_s, job.num_tokens, ttft_s, tbt_s, bound_s, end_s,
                           job.predicted_ttft_s if job.predicted_ttft_s >= 0 else nan, job.hit_tokens,
                           job.output_tokens))
 
     def table(self) -> _Array:
-        """The rows in order of index: shape ``(requests, 10)``, columns as said at ``rows``."""
-        if not self.rows:
-            return np.empty((0, 10))
-        table = np.array(self.rows)
+        """One row a request that ended, in order of index: index, arrival, prompt tokens, TTFT, TBT, TTFT bound, end,
+        predicted TTFT, hit tokens, answer tokens; what did not happen is nan. Shape ``(requests, 10)``."""
+        table = np.array(self._rows).reshape(-1, _COLUMNS)
         return table[np.argsort(table[:, 0], kind="stable")]
 
     def summary(self, *, transferred_bytes: float, busy_s: float, duration_s: float, wall_s: float) -> Summary:

@@ -45,7 +45,7 @@ def test_every_policy_serves_everybody(policy: str, tmp_path: Path) -> None:
     result = simulate(busy(60), options(tmp_path, policy=policy))
     summary = result.summary
     assert summary.completed == summary.requests == summary.accepted == 60
-    assert sorted(int(row[0]) for row in result.outcomes.rows) == list(range(60))
+    assert sorted(int(row[0]) for row in result.outcomes.table()) == list(range(60))
     assert 0 < summary.ttft_s.p50 <= summary.ttft_s.p99 and 0 <= summary.hit_tokens < summary.prompt_tokens
 
 
@@ -71,7 +71,7 @@ def test_whatever_breaks_every_request_ends_once(tmp_path_factory: pytest.TempPa
     result = simulate(busy(40, seed=seed), options(tmp_path_factory.mktemp("faults"), faults=tuple(faults), seed=seed,
                                                    queue=queue))
     summary = result.summary
-    assert sorted(int(row[0]) for row in result.outcomes.rows) == list(range(40))
+    assert sorted(int(row[0]) for row in result.outcomes.table()) == list(range(40))
     assert summary.completed + summary.failed + sum(summary.rejected.values()) == 40
 
 
@@ -180,7 +180,7 @@ def test_the_length_fair_bound_grows_with_the_prompt(tmp_path: Path) -> None:
     objective = RunOptions(ttft_slo="1s+3x").objective()
     assert (objective.ttft_s, objective.stretch) == (1.0, 3.0)
     result = simulate(busy(20), options(tmp_path, ttft_slo="500ms + 2x"))
-    for row in result.outcomes.rows:
+    for row in result.outcomes.table():
         assert row[5] == pytest.approx(0.5 + 2 * PROFILE.prefill_per_token_s * row[2])
 
 
