@@ -1,4 +1,4 @@
-"""What the machine could do at best: memory copied within a process, and TCP without us."""
+"""What could be done at best: by the machine (memory copied within a process, TCP without us), and by Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def memcpy(sizes: Mapping[str, int], seconds: float) -> AsyncIterator[list
 
 
 def _copy(nbytes: int, seconds: float) -> Mapping[str, float]:
-    source, target = _mapped_memfd(nbytes), _mapped_memfd(nbytes)
+    source, target = mapped_memfd(nbytes), mapped_memfd(nbytes)
     source[:], target[:] = 7, 1  # pages exist from now on
     taken: list[float] = []
     until_s = time.perf_counter() + seconds
@@ -47,8 +47,8 @@ def _copy(nbytes: int, seconds: float) -> Mapping[str, float]:
     return figures(nbytes, taken)
 
 
-def _mapped_memfd(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Unmapped with its last view."""
+def mapped_memfd(nbytes: int) -> npt.NDArray[np.uint8]:
+    """New memory, uint8[nbytes]; unmapped with its last view."""
     descriptor = os.memfd_create("moonbus-bench", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from load.bench import limits, mooncake, receiver
+from load.bench import limits, mooncake, plain, receiver
 from load.bench.child import Child
 from load.bench.mesh import Mesh
 from load.bench.processes import cpu_seconds
@@ -83,11 +83,13 @@ def targets(sizes: Mapping[str, int] = SIZES) -> list[Target]:
 def _comparisons(size: str, *, is_small: bool) -> list[Target]:
     """Of pushes of one size: a small one by its latency, a large one by its rate and what it costs."""
     theirs = {"tcp": [f"mooncake-tcp/{size}"], "shm": [f"mooncake-{what}/{size}" for what in ("put", "get")]}
+    plain = Target(f"{blocking('tcp')}/{size}/{'p50' if is_small else 'rate'}",
+                   f"python-tcp/{size}/{'p50' if is_small else 'rate'}")
     if is_small:
-        return [Target(f"{path}/{size}/p50", f"{other}/p50") for path in PATHS for other in theirs[path]]
+        return [plain, *(Target(f"{path}/{size}/p50", f"{other}/p50") for path in PATHS for other in theirs[path])]
     limits_of = {("tcp", "rate"): ["iperf3/1MiB"], ("tcp", "cpu"): ["iperf3/1MiB"], ("shm", "rate"): [f"memcpy/{size}"]}
     return [
-        *(Target(f"{path}/{size}/{figure}", f"{other}/{figure}") for path in PATHS for figure in ("rate", "cpu")
+        plain, *(Target(f"{path}/{size}/{figure}", f"{other}/{figure}") for path in PATHS for figure in ("rate", "cpu")
           for other in limits_of.get((path, figure), []) + theirs[path]),
         *(Target(f"{path}+xxh3/{size}/rate", f"{path}/{size}/rate") for path in PATHS),
     ]
@@ -153,7 +155,7 @@ def sources(options: BenchOptions) -> list[Source]:
     def of(name: str, open: Callable[..., AbstractAsyncContextManager[list[Probe]]], *arguments: object) -> Source:
         return Source(name, [f"{name}/{label}" for label in sizes], partial(open, *arguments, sizes, seconds))
 
-    found = [of("memcpy", limits.memcpy)]
+    found = [of("memcpy", limits.memcpy), of("python-tcp", plain.tcp_probes)]
     if "iperf3" in options.against:
         found.append(Source("iperf3", ["iperf3/1MiB"], partial(limits.iperf3, seconds)))
     for path in PATHS:

@@ -21,9 +21,8 @@ def host_id() -> HostId:
         return HostId(f"{uuid.getnode():012x}")
 
 
-def host_clock_s() -> float:
-    """Seconds on the clock that all processes of a host share (CLOCK_MONOTONIC)."""
-    return time.monotonic()
+host_clock_s = time.monotonic
+"""Seconds on the clock that all processes of a host share (CLOCK_MONOTONIC)."""
 
 
 def advertised_host(bind_host: str, advertise_host: str) -> str:

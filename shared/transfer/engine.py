@@ -105,6 +105,8 @@ class TransferEngine:
                      settings, clock or SystemClock())
         watch: asyncio.Task[None] | None = None
         try:
+            if engine._native is not None:
+                engine._native.start(f"transfer-{worker}")
             engine._listen()
             watch = asyncio.create_task(engine._watch(), name=f"transfer-{worker}-watch")
             yield engine
@@ -370,6 +372,8 @@ class TransferEngine:
             lane.join()
         self._receiver.close()
         self._ledger.close()
+        if self._native is not None:
+            self._native.close()
         if self._fabric is not None:
             self._fabric.close()
         for segment in self._segments.values():

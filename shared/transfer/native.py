@@ -1,17 +1,16 @@
 """The compiled part of the engine, ``_native.c``, where it was built and is wanted.
 
 It takes time away and nothing else: without it the same bytes go the same ways. Sleeping in the kernel costs tens of
-microseconds and cold caches at each end of each message, so a :class:`Stream` looks for an answer a while before it
-sleeps; ``copy`` keeps more of the memory's channels busy than memcpy does. Both leave the GIL to other threads.
+microseconds and cold caches at each end of each message, so a stream looks for an answer a while before it sleeps. A
+large copy goes past the caches and is shared with a second thread, which keeps more of the memory's channels busy than
+memcpy does. Nothing of it holds the GIL.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from shared.transfer.settings import TransferSettings
 
@@ -29,26 +28,36 @@ else:
 if TYPE_CHECKING:
     from shared.transfer._native import Stream
 
-Bytes = npt.NDArray[np.uint8]
-
 
 class Native:
-    """How an engine uses it."""
+    """An engine's part of it, with a thread that helps to copy between :meth:`start` and :meth:`close`."""
 
     def __init__(self, spin_us: float) -> None:
-        #: Longest time that one side looks for bytes before it sleeps; 0 where there is no processor to spare.
-        self.spin_us = spin_us if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._processors = len(os.sched_getaffinity(0))
+        #: Longest time that whoever waits looks for something before it sleeps; 0 where there is no processor to spare.
+        self.spin_us = spin_us if self._processors > 1 else 0.0
+        self._helper = _native.Helper(self.spin_us)
+        self._thread: threading.Thread | None = None
+        self.copy = self._helper.copy
+        """``copy(to, source, length, count, stride)``: ``count`` parts of ``length`` bytes, each ``stride`` after the
+        one before, here as there, where the two do not overlap; raises ``ValueError`` when one is too short."""
+
+    def start(self, name: str) -> None:
+        """Starts the thread, where there is a processor for it."""
+        if self._processors > 1:
+            self._thread = threading.Thread(target=self._helper.run, name=f"{name}-copy", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread; copies go on without it. Idempotent."""
+        self._helper.close()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def stream(self, descriptor: int) -> Stream:
         """For the socket ``descriptor``, which stays the caller's."""
         return _native.Stream(descriptor, self.spin_us)
-
-    def copy(self, to: Bytes, source: Bytes, length: int, count: int, stride: int) -> None:
-        """``count`` parts of ``length`` bytes, each ``stride`` after the one before, here as there.
-
-        The two do not overlap. Raises ``ValueError`` when one of them is too short.
-        """
-        _native.copy(to, source, length, count, stride)
 
 
 def find_native(settings: TransferSettings) -> Native | None:

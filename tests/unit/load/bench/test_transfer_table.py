@@ -47,8 +47,9 @@ def test_targets_are_those_of_the_engine() -> None:
 def test_sizes_and_peers_are_chosen() -> None:
     few = transfer.BenchOptions(rounds=1, seconds=0.1, sizes={"1KiB": 1024}, against=frozenset())
     names = [name for source in transfer.sources(few) for name in source.probes]
-    assert names == ["memcpy/1KiB", "tcp-blocking/1KiB", "tcp/1KiB", "tcp+xxh3/1KiB", "shm-blocking/1KiB", "shm/1KiB",
-                     "shm+xxh3/1KiB", "layers/tcp", "small/tcp", "layers/shm", "small/shm"]
+    assert names == ["memcpy/1KiB", "python-tcp/1KiB", "tcp-blocking/1KiB", "tcp/1KiB", "tcp+xxh3/1KiB",
+                     "shm-blocking/1KiB", "shm/1KiB", "shm+xxh3/1KiB", "layers/tcp", "small/tcp", "layers/shm",
+                     "small/shm"]
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0781, "0.078"), (0.9996, "1.000"), (3.14159, "3.14"), (31.4159, "31.4"),
