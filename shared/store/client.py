@@ -65,6 +65,7 @@ class _Calls:
                 timeout_s=timeout_s + 0.5),
             client=client, incarnation=incarnation, host=host, spec=spec.digest, tenant=tenant, paths=settings.paths)
         self._core = Core(spec, directory.map, self._doors)
+        directory.on_tick = self._doors.tidy
         self._buffers: dict[int, Buffer] = {}
         self._pins: set[_Kept] = set()
 

@@ -34,6 +34,8 @@ class Directory:
 
     def __init__(self, url: str, spec: CacheSpec, *, client: str, incarnation: Incarnation, host: HostId, tenant: str,
                  credentials: str) -> None:
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called a few times a second while :meth:`run` runs."""
         self.map = Whereabouts(spec, host)
         self._url, self._credentials = url, credentials
         self._client, self._incarnation, self._host, self._tenant = client, incarnation, host, tenant
@@ -135,6 +137,7 @@ class Directory:
             if not bus.connected:
                 self.map.deaf(host_clock_s())
             self._ask(self.map.tick(host_clock_s()))
+            self.on_tick()
 
     # -- questions to owners ------------------------------------------------------------------------------------
 

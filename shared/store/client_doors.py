@@ -93,8 +93,8 @@ class Visit:
             fresh = {segment.serial: segment for segment in segments if segment.serial not in self.attached}
             sources = [frames.Source(segment.serial, part.offset)
                        for segment, part in zip(segments, parts, strict=True)]
-            self.ask(call, frames.Put(blocks, sources, list(fresh), checksums, wait_ms, millis, call.deadline_s),
-                     descriptors=[segment.fd for segment in fresh.values()])
+            self.ask(call, frames.Put(blocks, sources, list(fresh), checksums, wait_ms, millis, call.deadline_s,
+                                      self.tell_done()), descriptors=[segment.fd for segment in fresh.values()])
             self.attached.update(fresh)
         else:
             self.ask(call, frames.Put(blocks, [], [], checksums, wait_ms, millis, 0.0),
@@ -146,6 +146,14 @@ class Doors:
                 idle.append(visit)
                 return
         visit.line.close()
+
+    def tidy(self) -> None:
+        """Tells workers of loans that are over where no question will soon do so; never blocks."""
+        with self._lock:
+            for idle in self._idle.values():
+                for visit in idle:
+                    if visit.done and not visit.line.send_now(frames.Done(visit.tell_done())):
+                        visit.line.shutdown()  # whoever takes it next sees that
 
     def drop(self, call: Call, visit: Visit) -> None:
         """It broke, or an answer to it is still under way."""

@@ -81,6 +81,7 @@ class _Hold:
 
     operation: OperationId
     count: int
+    """Blocks that count against what clients may pin."""
     until_s: float
     is_over: bool = False
 
@@ -135,8 +136,8 @@ class Door:
         self._visits: set[_Visit] = set()
         self._waiting: set[asyncio.Task[Any]] = set()
         """What takes time: threads or visits wait for it."""
-        self._held = 0
-        """Blocks that are pinned for clients, counted once for each that does."""
+        self._pinned = 0
+        """Blocks that clients have pinned, counted once for each pin."""
         self._closing = False
         self._shm = self._tcp = self._directory = ""
         self._counted = 0
@@ -261,6 +262,8 @@ class Door:
                 body = visit.inbox.popleft()
                 if visit.enter is None:
                     self._let_in(visit, body)
+                elif isinstance(body, frames.Done):
+                    self._end_loans(visit, body.done)
                 elif (reply := self._try_serve(visit, body)) is not None:
                     self._answer(visit, reply)
                 else:
@@ -394,30 +397,23 @@ class Door:
         finally:
             self._agent.release(reading)
 
-    def _lend(self, visit: _Visit, ask: frames.Get) -> frames.Found | frames.Denied:
+    def _lend(self, visit: _Visit, ask: frames.Get) -> frames.Found:
         keys = unpack_keys(ask.keys)
         if len(visit.loans) >= MAX_LOANS:
             raise frames.FrameError(f"{MAX_LOANS} loans are open, and it says of none that it is done")
-        if not self._may_hold(len(keys)):
-            return self._denied("get", "full", f"clients have {self._held} of {self._num_blocks} blocks in use already")
         operation = self._operation(visit)
         slots = [self._pin_one(operation, key) for key in keys]
         until_s = host_clock_s() + min(LOAN_S, ask.timeout_ms / 1e3)
-        self._held += len(keys)
-        visit.loans.append(_Hold(operation, len(keys), until_s))
+        visit.loans.append(_Hold(operation, 0, until_s))
         found = [slot for slot in slots if slot != frames.MISSING]
         _HITS.inc(len(found))
         _MISSES.inc(len(slots) - len(found))
         sums = [checksum(self._bytes(slot)) for slot in found] if visit.proofs and visit.local else []
         return frames.Found(slots, until_s, sums)
 
-    def _may_hold(self, count: int) -> bool:
-        """Clients may keep half of the blocks from being evicted, not more: a worker needs room for its own work."""
-        return self._held + count <= max(4, self._num_blocks // 2)
-
     def _end_hold(self, hold: _Hold) -> None:
         hold.is_over = True
-        self._held -= hold.count
+        self._pinned -= hold.count
         self._agent.release(hold.operation)
 
     def _denied(self, kind: str, code: str, why: str) -> frames.Denied:
@@ -435,11 +431,12 @@ class Door:
     def _pin(self, visit: _Visit, ask: frames.Pin) -> frames.Reply:
         keys, pin = unpack_keys(ask.keys), visit.pins.get(ask.operation)
         if pin is None:
-            if len(visit.pins) >= MAX_PINS or not self._may_hold(len(keys)):
-                return self._denied("pin", "full", f"clients have {self._held} of {self._num_blocks} blocks in use "
-                                                   f"already, this one by {len(visit.pins)} pins")
+            # A worker needs room for its own work.
+            if len(visit.pins) >= MAX_PINS or self._pinned + len(keys) > max(4, self._num_blocks // 2):
+                return self._denied("pin", "full", f"clients have pinned {self._pinned} of {self._num_blocks} blocks, "
+                                                   f"this one by {len(visit.pins)} pins; half of them may be")
             pin = visit.pins[ask.operation] = _Hold(self._operation(visit), len(keys), 0.0)
-            self._held += len(keys)
+            self._pinned += len(keys)
         elif len(keys) != pin.count:
             raise frames.FrameError(f"a pin of {pin.count} blocks is renewed for {len(keys)}")
         pin.until_s = host_clock_s() + ask.ttl_ms / 1e3
@@ -450,6 +447,7 @@ class Door:
         count = len(ask.blocks)
         if visit.enter is None or not ask.sources or count * self._block_bytes > self._inline_bytes:
             raise frames.FrameError(f"{count} values of {self._block_bytes} bytes have no business on this connection")
+        self._end_loans(visit, ask.done)
         self._attach(visit, ask.attached)
         slots = self._try_allocate(visit, count)
         if slots is None:
@@ -476,14 +474,8 @@ class Door:
 
     def _answer(self, visit: _Visit, body: frames.Reply) -> None:
         """From the loop, whoever reads the connection; whoever does not read its answers loses it."""
-        if visit.ended:
-            return
-        try:
-            if visit.line.send_now(body):
-                return
-        except OSError:
-            pass  # it is gone
-        self._cut(visit)
+        if not visit.ended and not visit.line.send_now(body):
+            self._cut(visit)
 
     # -- bytes: the thread's ------------------------------------------------------------------------------------
 
@@ -557,20 +549,16 @@ class Door:
     def _give(self, visit: _Visit, ask: frames.Get) -> None:
         """Thread: the bytes that a GET over TCP wants."""
         found = self._call(self._lend_to_thread, visit, ask)
-        if isinstance(found, frames.Denied):
-            self._tell(self._answer, visit, found)
-            return
         landings = [self._bytes(slot) for slot in found.slots if slot != frames.MISSING]
         sums = [checksum(landing) for landing in landings] if visit.proofs else []
         visit.line.set_deadline(host_clock_s() + max(0.001, ask.timeout_ms / 1e3))
         visit.line.send(frames.Found(found.slots, found.until_s, sums), [landing.data for landing in landings])
         self._tell(self._end_loans, visit, 1)
 
-    async def _lend_to_thread(self, visit: _Visit, ask: frames.Get) -> frames.Found | frames.Denied:
+    async def _lend_to_thread(self, visit: _Visit, ask: frames.Get) -> frames.Found:
         found = await self._serve_from_disk(visit, ask) if self._needs_disk(ask) else self._lend(visit, ask)
-        assert isinstance(found, frames.Found | frames.Denied)
-        if isinstance(found, frames.Found):
-            visit.loans[-1].until_s = inf  # it is our thread that reads, by a deadline, or the visit ends
+        assert isinstance(found, frames.Found)
+        visit.loans[-1].until_s = inf  # it is our thread that reads, by a deadline, or the visit ends
         return found
 
     def _slots_for(self, visit: _Visit, count: int, wait_s: float) -> list[int] | None:
@@ -689,11 +677,15 @@ class Door:
 
     def _restock(self, visit: _Visit, count: int) -> None:
         """As much as was just used, as long as that is a small part of what there is."""
-        count = min(count, MAX_STOCK, self._agent.pool.available // 8) - len(visit.stock)
+        count = min(min(count, MAX_STOCK) - len(visit.stock), self._agent.pool.available // 8 - self._stocks())
         visit.stocked_s = host_clock_s()
         if count > 0 and not visit.ended and not self._agent.is_retired:
             assert visit.enter is not None
             visit.stock.extend(self._agent.allocate(visit.stock_operation, count, tenant=visit.enter.tenant) or ())
+
+    def _stocks(self) -> int:
+        """Slots of all stocks."""
+        return sum(len(visit.stock) for visit in self._visits)
 
     def _give_back(self, visit: _Visit, slots: Sequence[int]) -> None:
         if slots and not visit.ended:

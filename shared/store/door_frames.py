@@ -14,7 +14,7 @@
     PIN     keep these for me; again: keep them longer
     UNPIN   no longer
     PUT     blocks, where they lie in my memory            MARKS    stored, there already, or without its parent
-                                                           DENIED   why nothing of it was done
+    DONE    I have copied what was found                   DENIED   why nothing of it was done
 
 Requests on a connection are answered in order. A client on the same host copies what was FOUND out of the owner's
 memory itself: it is lent to it until ``until_s`` on the host's clock, or until the client's ``done`` says that it has
@@ -164,6 +164,13 @@ class Put(Body, frozen=True, tag=7):
     """How long the client waits in all."""
     deadline_s: float
     """On the host's clock, over a unix socket: after it the client may change its memory."""
+    done: Count = 0
+
+
+class Done(Body, frozen=True, tag=8):
+    """So many of the oldest loans are over; there is nothing to answer."""
+
+    done: Count
 
 
 class Entered(Body, frozen=True, tag=20):
@@ -199,7 +206,7 @@ class Denied(Body, frozen=True, tag=23):
     why: Annotated[str, Meta(max_length=1024)]
 
 
-Request = Enter | Get | Look | Drop | Pin | Unpin | Put
+Request = Enter | Get | Look | Drop | Pin | Unpin | Put | Done
 Reply = Entered | Found | Marks | Denied
 
 _encoder = msgspec.msgpack.Encoder()

@@ -96,13 +96,13 @@ class Line:
             descriptors = ()
             parts = _rest(parts, sent)
 
-    def send_now(self, body: frames.Reply, descriptors: Sequence[int] = ()) -> bool:
-        """One short frame, from an event loop. False when the other side has not read what it was sent before."""
+    def send_now(self, body: frames.Request | frames.Reply, descriptors: Sequence[int] = ()) -> bool:
+        """One short frame, from an event loop. False when it did not go out at once: give the connection up."""
         data = frames.encode(body)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
             return self._sock.sendmsg([data], ancillary, socket.MSG_DONTWAIT) == len(data)
-        except BlockingIOError:
+        except OSError:
             return False
 
     # -- in -----------------------------------------------------------------------------------------------------
