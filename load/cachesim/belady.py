@@ -15,7 +15,7 @@ from load.cachesim.replay import Hits, Prompt, replay
 from shared.ids import BlockKey
 from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
-from shared.store.policies.base import Entry, Policy
+from shared.store.policies.base import Entry, Ranked
 from shared.store.policies.leaves import Rank
 
 
@@ -25,7 +25,7 @@ def bound(prompts: Sequence[Prompt], blocks: int) -> Hits:
     return replay(numbered, BlockPool(blocks, Belady(numbered)))
 
 
-class Belady(Policy):
+class Belady(Ranked):
     """For one replay of ``prompts``, whose times differ."""
 
     name = "belady"

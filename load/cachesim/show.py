@@ -56,7 +56,7 @@ def rows_of(grid: Grid, source: Source, capacities: Sequence[int], names: Sequen
 
 def table_of(grid: Grid, source: Source, capacities: Sequence[int], names: Sequence[str]) -> Table:
     """For a terminal."""
-    table = Table(title=f"{title_of(source)}: hit tokens of prompt tokens, points over LRU, share of Belady",
+    table = Table(title=f"{title_of(source)}: hit tokens, points over LRU, share of Belady",
                   title_justify="left")
     table.add_column("policy")
     for blocks in capacities:
@@ -93,13 +93,13 @@ def page(report: Report, grid: Grid, sources: Sequence[Source], capacities: Sequ
 def _draw(axes: Any, grid: Grid, source: Source, capacities: Sequence[int], names: Sequence[str]) -> None:
     limit = grid.share(source, capacities[-1], INFINITE)
     axes.axhline(limit, color="0.6", linestyle=":", linewidth=1.2, label=INFINITE)
+    rivals = [name for name in names if name not in (DEFAULT, BELADY)]
+    styles: dict[str, dict[str, Any]] = {BELADY: {"color": "0.35", "linestyle": "--", "linewidth": 1.2}}
+    styles |= {name: {"color": f"C{index + 1}", "linewidth": 1.2} for index, name in enumerate(rivals)}
+    styles[DEFAULT] = {"color": "C0", "linewidth": 2.4, "zorder": 3}
     for name in names:
-        style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.2}
-        if name == BELADY:
-            style |= {"color": "0.35", "linestyle": "--"}
-        elif name == DEFAULT:
-            style |= {"color": "C0", "linewidth": 2.4, "zorder": 3}
-        axes.plot(capacities, [grid.share(source, blocks, name) for blocks in capacities], label=name, **style)
+        axes.plot(capacities, [grid.share(source, blocks, name) for blocks in capacities], label=name, marker="o",
+                  markersize=3.5, **styles[name])
     axes.set_xscale("log")
     axes.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities], fontsize=8)
     axes.minorticks_off()

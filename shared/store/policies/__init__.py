@@ -16,7 +16,7 @@ from shared.store.policies.s3fifo import S3Fifo
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (HitDensity, Lru, Lfu, LengthAware, S3Fifo)}
 """{name: policy}"""
 
-DEFAULT = Lru.name
+DEFAULT = HitDensity.name
 """The policy of a worker that is told no other."""
 
 

@@ -14,6 +14,7 @@ stored or not, so a class is not condemned for ever by having been evicted too e
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -94,6 +95,7 @@ class HitDensity(Policy):
 
     def __init__(self) -> None:
         super().__init__()
+        #: {key: what is known of it}; all stored blocks
         self._known: dict[BlockKey, _Known] = {}
         #: {class: its offered blocks, unused longest first}; and where each offered block is
         self._queues: dict[Kind, Leaves] = {}
@@ -121,9 +123,9 @@ class HitDensity(Policy):
 
     def stored(self, block: StoredBlock, *, now: float) -> None:
         uses = self._recall.get(block.key)
-        entry = _Known(block.parent, block.tenant, block.depth, block.tokens, now,
+        entry = _Known(block.parent, block.tenant, block.depth, now,
                        uses=0 if uses is None else uses + 1, reach=block.depth + 1)
-        self._entries[block.key] = self._known[block.key] = entry
+        self._known[block.key] = entry
         self._observe(block.key, entry, now)
 
     def used(self, key: BlockKey, *, now: float) -> None:
@@ -164,7 +166,6 @@ class HitDensity(Policy):
     def dropped(self, key: BlockKey) -> None:
         self.withdraw(key)
         entry = self._known.pop(key)
-        del self._entries[key]
         self._recall.put(key, entry.uses)
 
     def reuse_odds(self, key: BlockKey) -> float:
@@ -172,7 +173,10 @@ class HitDensity(Policy):
         outlook = self._outlook(_kind(entry.uses, entry.reach))
         return outlook.odds[bucket_of(self._now - entry.used_s)]
 
-    def _offered(self) -> set[BlockKey]:
+    def stored_keys(self) -> Set[BlockKey]:
+        return self._known.keys()
+
+    def offered_keys(self) -> Set[BlockKey]:
         return set().union(*(queue.keys() for queue in self._queues.values()))
 
     # --- choosing ----------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ _Item = tuple[Rank, BlockKey, str]
 _SLACK = 64
 """Stale entries that a heap may hold beyond one for each live entry."""
 
+_TENANTS = 256
+"""Tenants that have a heap of their own; one more takes the place of the first."""
+
 
 class Leaves:
     """A set of keys with ranks. ``add`` and ``pop`` take O(log n), ``discard`` O(1).
@@ -71,8 +74,6 @@ class Leaves:
             if self._live.get(key) is heap[0]:
                 return rank, key
             heapq.heappop(heap)
-        if tenant is not None:
-            del self._of[tenant]
         return None
 
     def pop(self, tenant: str | None = None) -> BlockKey | None:
@@ -86,6 +87,8 @@ class Leaves:
     def _heap_of(self, tenant: str) -> list[_Item]:
         heap = self._of.get(tenant)
         if heap is None:
+            if len(self._of) >= _TENANTS:
+                del self._of[next(iter(self._of))]
             heap = self._of[tenant] = sorted(item for item in self._live.values() if item[2] == tenant)
         return heap
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log2
 
-from shared.store.policies.base import Entry, Policy
+from shared.store.policies.base import Entry, Ranked
 from shared.store.policies.leaves import Rank
 
 DOUBLING_S = 15.0
@@ -12,7 +12,7 @@ DOUBLING_S = 15.0
 half as often as those of 4, and a minute and a half later; five doublings apart, that is some 15 s each."""
 
 
-class LengthAware(Policy):
+class LengthAware(Ranked):
     """LRU in which depth is age: the end of a long chain goes before that of a short one used a little earlier.
 
     A long chain occupies what many short ones would share, and is continued less often and later.

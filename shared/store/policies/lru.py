@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shared.store.policies.base import Entry, Policy
+from shared.store.policies.base import Entry, Ranked
 from shared.store.policies.leaves import Rank
 
 
-class Lru(Policy):
+class Lru(Ranked):
     """What was used last longest ago goes first; of one use, the end of the chain."""
 
     name = "lru"

@@ -9,7 +9,7 @@ max over t of P(used within a..a+t) / E[seconds until that use or a+t]. (The Git
 while nobody can have answered yet and after everybody has, and high in between; memory that is short keeps what is
 dense, memory that is plentiful keeps all. No capacity occurs in it.
 
-``odds``: P(used again).
+``odds``: P(used again before the greatest age that was observed).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ few observations, coarser ones blur the half minute in which nobody replies."""
 _BUCKETS = len(_EDGES) + 1
 _WIDTHS = [high - low for low, high in zip([0.0, *_EDGES], [*_EDGES, 2 * _EDGES[-1]], strict=True)]
 
-_PRIOR_HAZARD = 0.15
-"""Before anything is known, a block survives a bucket of age unused with 1 - this: a hazard that falls as 1/age, under
-which the densest is what was used last, so that an ignorant policy is LRU."""
+_PRIOR = [0.5] + [0.15] * (_BUCKETS - 1)
+"""P(used in a bucket | not before) before anything is known. The same for every bucket is a rate that falls as 1/age,
+under which the densest is what was used last: an ignorant policy is LRU. The first one stands for all octaves below."""
 
 _PRIOR_WEIGHT = 20.0
 """Observations that outweigh the prior."""
@@ -88,11 +88,14 @@ class Outlook:
     density: list[float]
     """Expected hits per second of a slot."""
     odds: list[float]
-    """P(used again)."""
+    """P(used again within what was observed)."""
 
     @classmethod
-    def of(cls, hazards: list[float]) -> Outlook:
-        """Walks the curve of expected hits over expected seconds, whose points are the bounds of the buckets."""
+    def of(cls, hazards: list[float], observed: int = _BUCKETS) -> Outlook:
+        """Walks the curve of expected hits over expected seconds, whose points are the bounds of the buckets.
+
+        Only the first ``observed`` buckets rest on more than the prior.
+        """
         alive = list(accumulate(hazards, lambda alive, hazard: alive * (1 - hazard), initial=1.0))
         seconds = list(accumulate(
             ((a + b) / 2 * width for a, b, width in zip(alive, alive[1:], _WIDTHS, strict=False)), initial=0.0))
@@ -109,10 +112,11 @@ class Outlook:
             span_s = seconds[hull[-1]] - x
             density[i] = (y - alive[hull[-1]]) / span_s if span_s > 0 else 0.0
             hull.append(i)
-        return cls(density, [1 - alive[-1] / start if start > 0 else 0.0 for start in alive[:-1]])
+        end = alive[observed]
+        return cls(density, [1 - end / start if start > end else 0.0 for start in alive[:-1]])
 
 
-UNKNOWN = Outlook.of([_PRIOR_HAZARD] * _BUCKETS)
+UNKNOWN = Outlook.of(_PRIOR)
 """The outlook of a block of which nothing is known."""
 
 
@@ -129,9 +133,10 @@ def outlooks(tables: Iterable[tuple[K, K, LifeTable]]) -> dict[K, Outlook]:
         groups.setdefault(group, LifeTable()).add(table)
     for table in groups.values():
         everything.add(table)
-    base = everything.hazards([_PRIOR_HAZARD] * _BUCKETS, _PRIOR_WEIGHT)
+    observed = max((i + 1 for i in range(_BUCKETS) if everything.reused[i] or everything.lost[i]), default=0)
+    base = everything.hazards(_PRIOR, _PRIOR_WEIGHT)
     of_groups = {group: table.hazards(base, _GROUP_WEIGHT) for group, table in groups.items()}
-    found: dict[K, Outlook] = {group: Outlook.of(hazards) for group, hazards in of_groups.items()}
+    found: dict[K, Outlook] = {group: Outlook.of(hazards, observed) for group, hazards in of_groups.items()}
     for kind, group, table in tables:
-        found[kind] = Outlook.of(table.hazards(of_groups[group], _GROUP_WEIGHT))
+        found[kind] = Outlook.of(table.hazards(of_groups[group], _GROUP_WEIGHT), observed)
     return found

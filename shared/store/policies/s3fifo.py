@@ -8,12 +8,13 @@ of one moment the end of a chain goes first, or chains would lose their middle.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
 
 from shared.ids import BlockKey
 from shared.messages import StoredBlock
-from shared.store.policies.base import Entry, Policy
-from shared.store.policies.leaves import Leaves, Rank
+from shared.store.policies.base import Policy
+from shared.store.policies.leaves import Leaves
 
 SMALL_SHARE = 0.1
 """Of the pool's blocks; the small queue gives way while it holds more (the paper's value)."""
@@ -23,12 +24,17 @@ MOST_USES = 3
 
 
 @dataclass(slots=True)
-class _Queued(Entry):
+class _Queued:
+    """A stored block."""
+
+    tenant: str
+    depth: int
+    main: bool
+    """In the main queue, not the small one."""
+    entered: int
+    """Turn at which it entered its queue; blocks stored in one breath share it."""
     credit: int = 0
     """Uses not yet spent on staying."""
-    main: bool = False
-    entered: int = 0
-    """Turn at which it entered its queue; blocks stored in one breath share it."""
 
 
 class S3Fifo(Policy):
@@ -38,9 +44,10 @@ class S3Fifo(Policy):
 
     def __init__(self) -> None:
         super().__init__()
+        #: {key: where it queues}; all stored blocks
         self._queued: dict[BlockKey, _Queued] = {}
-        #: offered blocks of the main queue; those of the small one are in ``_leaves``
-        self._main = Leaves()
+        #: offered blocks of each queue
+        self._small, self._main = Leaves(), Leaves()
         #: {key: nothing}: left the small queue unused, last one last
         self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
         self._small_blocks = 0
@@ -52,30 +59,29 @@ class S3Fifo(Policy):
         known = block.key in self._ghosts
         if known:
             del self._ghosts[block.key]
-        entry = _Queued(block.parent, block.tenant, block.depth, block.tokens, now, main=known, entered=self._turn)
-        self._entries[block.key] = self._queued[block.key] = entry
+        entry = _Queued(block.tenant, block.depth, main=known, entered=self._turn)
+        self._queued[block.key] = entry
         self._small_blocks += not known
 
     def used(self, key: BlockKey, *, now: float) -> None:
-        super().used(key, now=now)
         entry = self._queued[key]
         entry.credit = min(entry.credit + 1, MOST_USES)
 
     def offer(self, key: BlockKey) -> None:
         entry = self._queued[key]
-        (self._main if entry.main else self._leaves).add(key, entry.tenant, self.rank(entry))
+        (self._main if entry.main else self._small).add(key, entry.tenant, (entry.entered, -entry.depth))
 
     def withdraw(self, key: BlockKey) -> None:
-        self._leaves.discard(key)
+        self._small.discard(key)
         self._main.discard(key)
 
     def take(self, tenant: str | None = None) -> BlockKey | None:
         while True:
-            small, main = self._leaves.first(tenant), self._main.first(tenant)
+            small, main = self._small.first(tenant), self._main.first(tenant)
             if small is None and main is None:
                 return None
             crowded = self._small_blocks > SMALL_SHARE * self.num_blocks
-            queue = self._leaves if main is None or (small is not None and crowded) else self._main
+            queue = self._small if main is None or (small is not None and crowded) else self._main
             key = queue.pop(tenant)
             if key is None:
                 return None
@@ -94,16 +100,14 @@ class S3Fifo(Policy):
     def dropped(self, key: BlockKey) -> None:
         self.withdraw(key)
         entry = self._queued.pop(key)
-        del self._entries[key]
         if not entry.main:
             self._small_blocks -= 1
             self._ghosts[key] = None
             if len(self._ghosts) > self.num_blocks:
                 self._ghosts.popitem(last=False)
 
-    def rank(self, entry: Entry) -> Rank:
-        assert isinstance(entry, _Queued)
-        return entry.entered, -entry.depth
+    def stored_keys(self) -> Set[BlockKey]:
+        return self._queued.keys()
 
-    def _offered(self) -> set[BlockKey]:
-        return {*self._leaves.keys(), *self._main.keys()}
+    def offered_keys(self) -> Set[BlockKey]:
+        return self._small.keys() | self._main.keys()

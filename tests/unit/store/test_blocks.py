@@ -7,25 +7,32 @@ import hashlib
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from shared.errors import Bug
 from shared.ids import BlockKey, OperationId
 from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
-
-ROOT = BlockKey(b"\0" * 32)
+from shared.store.policies import POLICIES, make
+from shared.store.policies.lru import Lru
 
 
 def key_of(parent: bytes, name: int) -> BlockKey:
     return BlockKey(hashlib.sha256(parent + bytes([name])).digest())
 
 
-def chain(*names: int) -> list[StoredBlock]:
-    blocks, parent = [], ROOT
+def chain(*names: int, tenant: str = "") -> list[StoredBlock]:
+    blocks, parent = [], BlockKey(tenant.encode().ljust(32, b"\0"))
     for depth, name in enumerate(names):
         key = key_of(parent, name)
-        blocks.append(StoredBlock(key=key, parent=parent, depth=depth, nbytes=1))
+        blocks.append(StoredBlock(key=key, parent=parent, depth=depth, nbytes=1, tenant=tenant))
         parent = key
     return blocks
 
@@ -108,10 +115,11 @@ def test_slots_move_from_one_operation_to_another() -> None:
 
 
 def test_a_pool_that_never_evicts_keeps_no_stale_entries() -> None:
-    pool = BlockPool(100)
+    policy = Lru()
+    pool = BlockPool(100, policy)
     for n in range(1_000):
         store(pool, f"op{n}", chain(1, 2), now=n)
-    assert pool.policy._leaves.entries < 100
+    assert policy._leaves.entries < 100
 
 
 def test_sealing_without_the_parent_is_our_bug() -> None:
@@ -123,43 +131,200 @@ def test_sealing_without_the_parent_is_our_bug() -> None:
         pool.seal(operation, allocation.slots[0], chain(1, 2)[1], now=0)
 
 
-class PoolModel(RuleBasedStateMachine):
-    """Random operations, any interleaving: invariants hold and ``available`` is exact."""
+def test_protected_blocks_go_last_until_their_time_is_over() -> None:
+    pool = BlockPool(3, Lru())
+    for n in range(3):
+        store(pool, f"op{n}", chain(n), now=n)
+    hot = keys(chain(0))
+    assert pool.protect([*hot, *keys(chain(9))], until_s=10.0) == 1
+    assert store(pool, "next", chain(5), now=3) == keys(chain(1))
+    pool.check_invariants()
+    assert store(pool, "late", chain(6), now=10) == hot
+    pool.check_invariants()
 
+
+def test_protected_blocks_go_all_the_same_when_nothing_else_is_left() -> None:
+    pool = BlockPool(3, Lru())
+    for n in range(3):
+        store(pool, f"op{n}", chain(n), now=n)
+    pool.protect(keys(chain(0)), until_s=90.0)
+    pool.protect(keys(chain(1)), until_s=80.0)
+    pool.protect(keys(chain(2)), until_s=70.0)
+    assert store(pool, "big", chain(7, 8), now=5) == [*keys(chain(2)), *keys(chain(1))]
+
+
+def test_a_newer_word_about_protection_replaces_the_older() -> None:
+    pool = BlockPool(2, Lru())
+    store(pool, "a", chain(0), now=0)
+    store(pool, "b", chain(1), now=1)
+    pool.protect(keys(chain(0)), until_s=100.0)
+    assert [block.key for block in pool.coldest(2, now=2)] == [*keys(chain(1)), *keys(chain(0))]
+    pool.protect(keys(chain(0)), until_s=0.0)
+    assert store(pool, "c", chain(2), now=3) == keys(chain(0))
+
+
+def test_what_is_given_up_is_dropped_leaves_first_if_nobody_needs_it() -> None:
+    pool = BlockPool(6)
+    store(pool, "a", chain(1, 2, 3), now=0)
+    store(pool, "b", chain(1, 7), now=0)
+    assert pool.drop([*keys(chain(1, 2, 3)), *keys(chain(42))]) == [chain(1, 2, 3)[2].key, chain(1, 2)[1].key]
+    pool.pin(OperationId("reader"), keys(chain(1, 7)), now=1)
+    assert pool.drop(keys(chain(1, 7))) == []
+    pool.release(OperationId("reader"))
+    assert len(pool.drop(keys(chain(1, 7)))) == 2
+    assert pool.statistics().free == 6
+    pool.check_invariants()
+
+
+def test_the_first_pin_of_an_operation_is_a_use_unless_it_says_otherwise() -> None:
+    policy = Lru()
+    pool = BlockPool(2, policy)
+    store(pool, "maker", chain(1), now=0)
+    key = chain(1)[0].key
+    pool.pin(OperationId("mover"), [key], now=1, use=False)
+    assert policy._entries[key].uses == 0
+    pool.pin(OperationId("reader"), [key], now=2)
+    pool.pin(OperationId("reader"), [key], now=3)
+    assert (policy._entries[key].uses, policy._entries[key].used_s) == (1, 2)
+
+
+class PoolModel(RuleBasedStateMachine):
+    """Random operations, any interleaving: the pool agrees with a model that keeps plain sets and searches them.
+
+    The model knows what may be evicted, not what should be: which leaf goes is the policy's word, and whatever it says
+    must be allowed.
+    """
+
+    policy = "lru"
     running = Bundle("running")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(12)
+        self.pool = BlockPool(12, make(self.policy))
         self.now = 0.0
         self.serial = 0
+        #: {key: block}
+        self.cached: dict[BlockKey, StoredBlock] = {}
+        #: {operation: keys it pins}
+        self.pins: dict[OperationId, set[BlockKey]] = {}
+        self.protected: dict[BlockKey, float] = {}
+        self.private = 0
 
-    @rule(target=running, names=st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    def begin(self, names: list[int]) -> tuple[OperationId, list[StoredBlock], list[int]]:
+    # --- the model ---
+
+    def pinned(self) -> set[BlockKey]:
+        return set().union(*self.pins.values())
+
+    def leaves(self) -> set[BlockKey]:
+        parents = {block.parent for block in self.cached.values()}
+        return {key for key in self.cached if key not in parents} - self.pinned()
+
+    def pin(self, operation: OperationId, key: BlockKey) -> None:
+        while key in self.cached:
+            self.pins[operation].add(key)
+            key = self.cached[key].parent
+
+    def lose(self, evicted: list[BlockKey], *, tenant: str | None = None) -> None:
+        """Each was a leaf when it went, and protected only if all others were."""
+        for key in evicted:
+            allowed = {leaf for leaf in self.leaves() if tenant in (None, self.cached[leaf].tenant)}
+            assert key in allowed
+            if self.protected.get(key, 0.0) > self.now:
+                assert all(self.protected.get(leaf, 0.0) >= self.protected[key] for leaf in allowed)
+            del self.cached[key]
+            self.protected.pop(key, None)
+
+    # --- what happens ---
+
+    @rule(target=running, names=st.lists(st.integers(0, 2), min_size=1, max_size=6), tenant=st.sampled_from("ab"))
+    def begin(self, names: list[int], tenant: str) -> tuple[OperationId, list[StoredBlock], list[int]]:
         self.serial += 1
         self.now += 1
-        operation, blocks = OperationId(f"op{self.serial}"), chain(*names)
-        have = len(self.pool.pin(operation, keys(blocks), now=self.now))
+        operation, blocks = OperationId(f"op{self.serial}"), chain(*names, tenant=tenant)
+        slots = self.pool.pin(operation, keys(blocks), now=self.now)
+        expected = next((i for i, block in enumerate(blocks) if block.key not in self.cached), len(blocks))
+        assert len(slots) == expected
+        self.pins[operation] = set(keys(blocks[:expected]))
+        missing = len(blocks) - expected
         room = self.pool.available
-        allocation = self.pool.allocate(operation, len(blocks) - have, now=self.now)
-        assert (allocation is None) == (len(blocks) - have > room)
-        return operation, blocks[have:], allocation.slots if allocation else []
+        assert room == 12 - self.private - len(self.pinned())
+        allocation = self.pool.allocate(operation, missing, now=self.now)
+        assert (allocation is None) == (missing > room)
+        if allocation is not None:
+            self.lose(allocation.evicted)
+            self.private += missing
+        return operation, blocks[expected:], allocation.slots if allocation else []
 
     @rule(work=running, count=st.integers(0, 6))
     def seal_some(self, work: tuple[OperationId, list[StoredBlock], list[int]], count: int) -> None:
         operation, blocks, slots = work
         for _ in range(min(count, len(slots))):
-            self.pool.seal(operation, slots.pop(0), blocks.pop(0), now=self.now)
+            block = blocks.pop(0)
+            new = self.pool.seal(operation, slots.pop(0), block, now=self.now)
+            assert new == (block.key not in self.cached)
+            if new:
+                self.private -= 1
+                self.cached[block.key] = block
+            self.pin(operation, block.key)
 
     @rule(work=consumes(running))
     def end(self, work: tuple[OperationId, list[StoredBlock], list[int]]) -> None:
         self.now += 1
         self.pool.release(work[0])
+        del self.pins[work[0]]
+        self.private = self.pool.statistics().private
+
+    @rule(names=st.lists(st.integers(0, 2), min_size=1, max_size=6), tenant=st.sampled_from("ab"),
+          ttl_s=st.integers(0, 9))
+    def protect(self, names: list[int], tenant: str, ttl_s: int) -> None:
+        wanted = keys(chain(*names, tenant=tenant))
+        held = [key for key in wanted if key in self.cached]
+        assert self.pool.protect(wanted, self.now + ttl_s) == len(held)
+        self.protected.update(dict.fromkeys(held, self.now + ttl_s))
+
+    @rule(names=st.lists(st.integers(0, 2), min_size=1, max_size=6), tenant=st.sampled_from("ab"))
+    def drop(self, names: list[int], tenant: str) -> None:
+        expected = []
+        for key in reversed(keys(chain(*names, tenant=tenant))):
+            if key in self.leaves():
+                expected.append(key)
+                del self.cached[key]
+                self.protected.pop(key, None)
+        assert self.pool.drop(keys(chain(*names, tenant=tenant))) == expected
+
+    @rule(tenant=st.sampled_from("ab"), count=st.integers(0, 5))
+    def evict_tenant(self, tenant: str, count: int) -> None:
+        self.now += 1
+        evicted = self.pool.evict_tenant(tenant, count, now=self.now)
+        self.lose(evicted, tenant=tenant)
+        assert len(evicted) == count or not [leaf for leaf in self.leaves() if self.cached[leaf].tenant == tenant]
+
+    @rule(count=st.integers(0, 12))
+    def look_at_the_coldest(self, count: int) -> None:
+        coldest = keys(self.pool.coldest(count, now=self.now))
+        assert keys(self.pool.coldest(count, now=self.now)) == coldest
+        assert len(coldest) == min(count, len(self.cached) - len(self.pinned()))
+        cached, protected = dict(self.cached), dict(self.protected)
+        self.lose(coldest)  # would be allowed, one after another
+        self.cached, self.protected = cached, protected
+        free = self.pool.statistics().free
+        if free + count <= self.pool.available:
+            operation = OperationId("prophecy")
+            allocation = self.pool.allocate(operation, free + count, now=self.now)
+            assert allocation is not None and allocation.evicted == coldest
+            self.lose(allocation.evicted)
+            self.pool.release(operation)
 
     @invariant()
-    def holds(self) -> None:
+    def agrees(self) -> None:
         self.pool.check_invariants()
+        assert {block.key for block in self.pool.blocks()} == self.cached.keys()
+        assert self.pool.statistics().pinned == len(self.pinned())
+        for tenant in "ab":
+            assert self.pool.tenant_blocks(tenant) == sum(b.tenant == tenant for b in self.cached.values())
 
 
-TestPoolModel = PoolModel.TestCase
-TestPoolModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+@pytest.mark.parametrize("name", POLICIES)
+def test_pool_and_policy_agree_with_the_model(name: str) -> None:
+    model = type(f"PoolModelWith{name}", (PoolModel,), {"policy": name})
+    run_state_machine_as_test(model, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
