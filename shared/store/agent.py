@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -111,6 +111,8 @@ class StoreAgent:
         self._released = asyncio.Event()
         self._cooled = asyncio.Event()
         """Some block may have become one to copy to the SSD."""
+        self._uncopied: dict[BlockKey, None] = {}
+        """All and only blocks in memory that the SSD has not, if there is one; the longest stored first."""
         self._background: set[asyncio.Task[Any]] = set()
         self._hole, self._hole_s = 0, -math.inf
         if ssd is not None:
@@ -228,8 +230,12 @@ class StoreAgent:
     def announce_stored(self, blocks: Sequence[StoredBlock]) -> None:
         """Queues the news of stored blocks; the next turn of the loop sends it."""
         for block in blocks:
-            if block.tier is not Tier.SSD:  # a copy of one that was counted
-                metrics.KV_STORED_BLOCKS.labels(origin=block.origin).inc()
+            if block.tier is Tier.SSD:  # a copy of one that was counted
+                self._uncopied.pop(block.key, None)
+                continue
+            metrics.KV_STORED_BLOCKS.labels(origin=block.origin).inc()
+            if self.ssd is not None and not self.ssd.has(block.key):
+                self._uncopied[block.key] = None
         self._pending.extend(blocks)
         self._wake.set()
         self._cooled.set()
@@ -240,9 +246,12 @@ class StoreAgent:
             self._pending.extend(_Gone(key, reason, tier) for key in keys)
             metrics.KV_EVICTED_BLOCKS.labels(reason=reason).inc(len(keys))
             self._wake.set()
+        for key in keys if tier is Tier.DRAM else ():
+            self._uncopied.pop(key, None)
 
     def _announce_lost(self, keys: Sequence[BlockKey], reason: str) -> None:
         self.announce_evicted(keys, reason, Tier.SSD)
+        self._uncopied.update((key, None) for key in keys if self.pool.block(key) is not None)
 
     def observe(self) -> PoolStatistics:
         """Counts of the pool's slots, which also become metrics."""
@@ -392,30 +401,45 @@ class StoreAgent:
     async def _demote(self, ssd: SsdTier) -> None:
         """Copies blocks to the SSD ahead of need, until cancelled."""
         while True:
+            began_s = self._clock.monotonic()
+            blocks = self._to_demote(ssd)
+            looked_s = self._clock.monotonic() - began_s
+            if not blocks:
+                self._cooled.clear()
+            elif not await self._copy_down(ssd, blocks):
+                await asyncio.sleep(max(ssd.pause_left_s(), _NOTHING_WRITTEN_S))
+            # Looking may take a twentieth of the loop's time at most.
+            pause_s = 20 * looked_s - (self._clock.monotonic() - began_s)
+            await asyncio.sleep(max(pause_s, 0.0 if blocks else _LOOK_S))
             await self._cooled.wait()
-            self._cooled.clear()
-            while blocks := self._to_demote(ssd):
-                operation = OperationId(fresh("demote", 4))
-                now = self._clock.monotonic()
-                slots = [self.pool.pin(operation, [block.key], now=now, use=False)[0] for block in blocks]
-                try:
-                    written = await ssd.write(blocks, [self.buffer(slot) for slot in slots])
-                finally:
-                    self._let_go(operation)
-                if not written:
-                    await asyncio.sleep(max(ssd.pause_left_s(), _NOTHING_WRITTEN_S))
-            await asyncio.sleep(_LOOK_S)
+
+    async def _copy_down(self, ssd: SsdTier, blocks: Sequence[StoredBlock]) -> int:
+        """Writes the blocks, which stay where they are meanwhile; how many were written."""
+        operation, now = OperationId(fresh("demote", 4)), self._clock.monotonic()
+        slots = [self.pool.pin(operation, [block.key], now=now, use=False)[0] for block in blocks]
+        try:
+            return await ssd.write(blocks, [self.buffer(slot) for slot in slots])
+        finally:
+            self._let_go(operation)
 
     def _to_demote(self, ssd: SsdTier) -> list[StoredBlock]:
         if self.is_retired:
             return []
-        settings = self._ssd_settings
+        settings, statistics = self._ssd_settings, ssd.pool.statistics()
         # Few enough not to keep running requests from their memory while a slow disk holds them.
         limit = min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
-        return plan_demotion(
-            self.pool, held=ssd.has, fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0,
-            ahead=settings.ahead, capacity=ssd.pool.statistics().total, least_odds=settings.least_odds, limit=limit,
+        oldest = list(islice(self._uncopied, 2 * limit))
+        plan = plan_demotion(
+            self.pool, oldest=[block for key in oldest if (block := self.pool.block(key)) is not None],
+            uncopied=len(self._uncopied), held=ssd.has,
+            fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0, ahead=settings.ahead,
+            capacity=statistics.total, room=ssd.room, least_odds=settings.least_odds, limit=limit,
             now=self._clock.monotonic())
+        chosen = {block.key for block in plan}
+        for key in oldest:  # those that are not worth it now come up again after all others
+            if key not in chosen and self._uncopied.pop(key, self) is None:
+                self._uncopied[key] = None
+        return plan
 
     # --- fetching ----------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 Theory of operation. Each tier is a :class:`~shared.store.blocks.BlockPool` of its own, and so in each of them every
 block's parent is there too: whichever tier loses blocks, and when, no prefix gets a hole. A block may lie in both.
 
-*Demotion* copies a block to the SSD while it is still in DRAM, ahead of need: of the blocks that would be evicted
-next, so many are copied that, with the free ones, a given share of the pool can be handed out and nothing is lost.
-Eviction itself never waits for a disk: what was not copied by then is gone. Ancestors are copied before their
-descendants. A block that the policy expects to see no more is not worth a write.
+*Demotion* copies a block to the SSD while it is still in DRAM, ahead of need: the blocks that would be evicted next,
+and others as long as the SSD has room, until a given share of the pool is free or copied. Eviction itself never waits
+for a disk: what was not copied by then is gone. Ancestors are copied before their descendants. A block that the policy
+expects to see no more is not worth a write.
 
 *Promotion* reads a block back into DRAM when a request wants it.
 
@@ -16,48 +16,59 @@ disk alone for a while, twice as long each time until a call succeeds. Meanwhile
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 from shared.ids import BlockKey
 from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
 
-LOOK_BLOCKS = 2048
-"""The next blocks to be evicted are looked at only so far: a look is a matter of milliseconds."""
+WINDOW_BLOCKS = 64
+"""So many of the blocks to be evicted next are looked at: asking a policy for more takes the event loop too long."""
 
 
-def plan_demotion(pool: BlockPool, *, held: Callable[[BlockKey], bool], fits: Callable[[StoredBlock], bool],
-                  ahead: float, capacity: int, least_odds: float, limit: int, now: float) -> list[StoredBlock]:
+def plan_demotion(pool: BlockPool, *, oldest: Sequence[StoredBlock], uncopied: int, held: Callable[[BlockKey], bool],
+                  fits: Callable[[StoredBlock], bool], ahead: float, capacity: int, room: int, least_odds: float,
+                  limit: int, now: float) -> list[StoredBlock]:
     """The up to ``limit`` blocks of ``pool`` to copy next, parents before children; changes nothing.
 
-    ``held``: is it on the SSD? ``fits``: may it be written at all? ``ahead``: the share of the pool's slots that shall
-    be free or copied. ``capacity``: blocks that the SSD holds at most; more are never wanted there, or copies would
-    push each other out for ever. ``least_odds``: blocks less likely to be used again are left out, unless others need
-    them.
+    First those that would be evicted next; then, while the SSD has ``room`` without losing others, those of ``oldest``
+    (the longest cached of the ``uncopied`` blocks), until the share ``ahead`` of the pool's slots is free or copied.
+
+    ``held``: is it on the SSD? ``fits``: may it be written at all? ``capacity``: blocks that the SSD holds at most;
+    more are never wanted there, or copies would push each other out for ever. ``least_odds``: blocks less likely to be
+    used again are left out, unless others need them.
     """
     statistics = pool.statistics()
-    count = min(int(statistics.total * ahead) - statistics.free, LOOK_BLOCKS)
-    if count <= 0:
-        return []
+    target = int(statistics.total * ahead)
     wanted: set[BlockKey] = set()
     chosen: list[StoredBlock] = []
-    for block in pool.coldest(count, now=now):
-        if len(chosen) >= limit:
-            break
+
+    def want(block: StoredBlock, most: int) -> bool:
+        """Adds the block and what it continues, if they are worth it; false when ``most`` would be exceeded."""
         if block.key in wanted or pool.policy.reuse_odds(block.key) < least_odds:
-            continue
+            return True
         chain: list[StoredBlock] = []
         above: StoredBlock | None = block
         while above is not None and above.key not in wanted:
             chain.append(above)
             above = pool.block(above.parent) if above.depth else None
-        if len(wanted) + len(chain) > capacity:
-            break
+        if len(wanted) + len(chain) > most:
+            return False
         missing = [each for each in reversed(chain) if not held(each.key)]
         if all(map(fits, missing)):
             wanted.update(each.key for each in chain)
-            chosen += missing
+            chosen.extend(missing)
+        return True
+
+    for block in pool.coldest(min(target - statistics.free, WINDOW_BLOCKS), now=now):
+        if len(chosen) >= limit or not want(block, capacity):
+            break
+    copied = statistics.cached - uncopied
+    for block in oldest:
+        if len(chosen) >= min(limit, room) or statistics.free + copied + len(chosen) >= target:
+            break
+        want(block, capacity)
     return chosen[:limit]
 
 

@@ -20,6 +20,8 @@ class FaultyFiles:
     """Reads and writes of blocks wait for it."""
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Counts the calls that reached the gate while it was shut."""
+    failures: int = 0
+    """Calls that failed on purpose."""
     log: list[tuple[str, int, bytes]] = field(default_factory=list)
     """(file name, offset, bytes) of every write, in order."""
 
@@ -28,6 +30,11 @@ class FaultyFiles:
 
     def open(self, path: Path) -> File:
         return _FaultyFile(path, self)
+
+    def fail(self, code: int) -> None:
+        if code:
+            self.failures += 1
+            raise OSError(code, "injected")
 
     def wait(self) -> None:
         if not self.gate.is_set():
@@ -42,20 +49,16 @@ class _FaultyFile(DiskFile):
 
     def read(self, buffer: memoryview, offset: int) -> int:
         self._faults.wait()
-        _fail(self._faults.read_errno)
+        self._faults.fail(self._faults.read_errno)
         return super().read(buffer, offset)
 
     def write(self, buffer: bytes | memoryview, offset: int) -> None:
         self._faults.wait()
-        _fail(self._faults.write_errno)
+        self._faults.fail(self._faults.write_errno)
         self._faults.log.append((self._name, offset, bytes(buffer)))
         super().write(buffer, offset)
 
     def allocate(self, nbytes: int) -> None:
-        _fail(self._faults.allocate_errno)
+        self._faults.fail(self._faults.allocate_errno)
         super().allocate(nbytes)
 
-
-def _fail(code: int) -> None:
-    if code:
-        raise OSError(code, "injected")

@@ -34,10 +34,6 @@ class File(Protocol):
         """Makes the file exactly ``nbytes`` long."""
         ...
 
-    def sync(self) -> None:
-        """Returns once what was written survives a loss of power."""
-        ...
-
     def close(self) -> None:
         """Idempotent."""
         ...
@@ -87,9 +83,6 @@ class DiskFile:
 
     def truncate(self, nbytes: int) -> None:
         os.ftruncate(self._fd, nbytes)
-
-    def sync(self) -> None:
-        os.fdatasync(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -11,8 +11,8 @@
 All calls block and are for threads. A slot is filled in three writes: its record becomes empty, the bytes, the new
 record. So a process that is killed at any point leaves the old block, nothing, or the new block; bytes that never
 reached the disk, because the machine lost its power, do not match the checksum in the record and are found out when
-they are read. Nothing is synced before :meth:`SlotFiles.close`: a killed process loses nothing that was written,
-a loss of power at most what the kernel had not written back yet.
+they are read. Nothing is ever synced: a killed process loses nothing that was written, a loss of power at most what the
+kernel had not written back yet.
 
 Reading the index is all that a restart takes; no block is read before somebody wants it.
 """
@@ -20,7 +20,6 @@ Reading the index is all that a restart takes; no block is read before somebody 
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,6 @@ from shared.kv import CacheSpec
 from shared.messages import StoredBlock
 from shared.store.ssd.files import File, Files
 from shared.store.ssd.record import EMPTY, RECORD_BYTES, Damaged, Record, decode, encode
-
-log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 EXTENT_BYTES = 64 << 20
@@ -147,14 +144,8 @@ class SlotFiles:
         self._checksums.pop(slot, None)
 
     def close(self) -> None:
-        """Makes what was written survive a loss of power, and gives the directory back."""
-        try:
-            self._blocks.sync()
-            self._index.sync()
-        except OSError as error:
-            log.warning("action=ssd_sync_failed error=%s", error)
-        finally:
-            _close_all([self._blocks, self._index], self._lock)
+        """Gives the directory back."""
+        _close_all([self._blocks, self._index], self._lock)
 
     def _recover(self) -> None:
         """Reads the index; forgets what cannot be used, there and on the disk."""

@@ -43,10 +43,12 @@ WRITE_BLOCKS = 16
 """Most blocks of one write: as many are held in DRAM while it lasts."""
 _READ_BYTES = 4 << 20
 """One job reads as many blocks as make so much, so that small blocks do not cost a job each."""
+_WRITE_PATIENCE = 5
+"""Times as long as a read may a write take: nobody waits for it."""
 _UNBACKED = OperationId("unbacked")
 _FULL_PAUSE_S = 30.0
 """So long after the disk was full the file does not try to grow; blocks replace each other meanwhile."""
-_CLOSE_S = 5.0
+_CLOSE_S = 2.0
 _WRITES = 64
 """Jobs of the writing thread that may wait."""
 
@@ -162,6 +164,13 @@ class SsdTier:
         """Slots that have room on the disk."""
         return self._slots.ready_slots
 
+    @property
+    def room(self) -> int:
+        """Blocks that can be written without evicting others, as far as is known."""
+        statistics = self.pool.statistics()
+        grows = self._clock.monotonic() >= self._full_until_s
+        return statistics.free + (statistics.total - self._slots.ready_slots if grows else 0)
+
     async def read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *,
                    timeout_s: float | None = None) -> Reading:
         """Reads the blocks ``keys``, a stretch of one chain, into ``buffers`` of a block's size each.
@@ -261,8 +270,8 @@ class SsdTier:
         """Copies ``blocks`` (up to ``WRITE_BLOCKS``, parents before children) from their ``buffers``; how many were
         written. One whose parent is not here is left out.
 
-        Returns only when no thread reads the buffers any more, even if it is cancelled or the disk stalls: hold them
-        until then. Never raises for what the disk does.
+        Returns only when no thread reads the buffers any more, also if the disk stalls: hold them until then. Never
+        raises for what the disk does.
         """
         if self.pause_left_s() or not blocks:
             return 0
@@ -316,7 +325,7 @@ class SsdTier:
         job = self._writer.submit(write)
         if job is None:
             return 0
-        done, error = await self._see_through(job, self.timeout_s(len(plan)))
+        done, error = await self._see_through(job, _WRITE_PATIENCE * self.timeout_s(len(plan)))
         now = self._clock.monotonic()
         metrics.SSD_SECONDS.labels(call="write").observe(now - began_s)
         if error is None:
@@ -344,28 +353,28 @@ class SsdTier:
         if job is None:
             return
         try:
-            now_ready = await self._see_through(job, self._settings.timeout_s)
+            now_ready = await self._see_through(job, _WRITE_PATIENCE * self._settings.timeout_s)
         except OSError as error:
             self._full(error)
             return
         _free(self.pool, range(ready, now_ready), _UNBACKED)
 
     async def _see_through(self, job: Job[T], timeout_s: float) -> T:
-        """The job's result, however late: the memory it works on is in use until then. A late one trips the breaker."""
-        cancelled: asyncio.CancelledError | None = None
-        timeout: float | None = timeout_s
-        while not job.future.done():
-            try:
-                done, _ = await asyncio.wait({job.future}, timeout=timeout)
-            except asyncio.CancelledError as error:
-                cancelled, timeout = error, None
-                continue
-            if not done and timeout is not None:
-                self._fail("write", "stalled", f"not done after {timeout:.3g} s")
+        """The job's result, however late: the memory it works on is in use until then. A late one trips the breaker.
+
+        Cancelled, it still waits for a few seconds; it is only at the end of all that somebody does, when nobody fills
+        that memory again.
+        """
+        try:
+            done, _ = await asyncio.wait({job.future}, timeout=timeout_s)
+            if not done:
+                self._fail("write", "stalled", f"not done after {timeout_s:.3g} s")
                 self._breaker.stalled(self._clock.monotonic())
-                timeout = None
-        if cancelled is not None:
-            raise cancelled
+                await asyncio.wait({job.future})
+        except asyncio.CancelledError:
+            self._writer.abandon(job)
+            await asyncio.wait({job.future}, timeout=_CLOSE_S)
+            raise
         return job.future.result()
 
     def lose(self, keys: Sequence[BlockKey], reason: str) -> list[BlockKey]:
@@ -454,7 +463,7 @@ class SsdTier:
         task.add_done_callback(self._background.discard)
 
     async def _close(self) -> None:
-        """Ends the threads and syncs; a disk that does not answer is left behind."""
+        """Ends the threads; a disk that does not answer is left behind."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

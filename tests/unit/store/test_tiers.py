@@ -12,7 +12,7 @@ from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
 from shared.store.policies import make
 from shared.store.policies.lru import Lru
-from shared.store.tiers import Breaker, plan_demotion
+from shared.store.tiers import WINDOW_BLOCKS, Breaker, plan_demotion
 from tests.support.blocks import make_chain
 
 
@@ -31,9 +31,10 @@ def filled(*chains: list[StoredBlock], slots: int = 16, policy: Lru | None = Non
 
 def plan(pool: BlockPool, *, held: Callable[[BlockKey], bool] = lambda key: False, ahead: float = 1.0,
          limit: int = 100, fits: Callable[[StoredBlock], bool] = lambda block: True, capacity: int = 1000,
-         least_odds: float = 0.0) -> list[StoredBlock]:
-    return plan_demotion(pool, held=held, fits=fits, ahead=ahead, capacity=capacity, least_odds=least_odds, limit=limit,
-                         now=99.0)
+         room: int = 1000, least_odds: float = 0.0) -> list[StoredBlock]:
+    oldest = [block for block in pool.blocks() if not held(block.key)]
+    return plan_demotion(pool, oldest=oldest, uncopied=len(oldest), held=held, fits=fits, ahead=ahead,
+                         capacity=capacity, room=room, least_odds=least_odds, limit=limit, now=99.0)
 
 
 def test_ancestors_go_before_the_block_that_is_cold() -> None:
@@ -55,14 +56,27 @@ def test_what_is_there_is_not_copied_again() -> None:
     assert plan(filled(a), held=there.__contains__) == a[2:]
 
 
+def test_others_than_the_next_only_while_there_is_room() -> None:
+    chains = [make_chain(str(number), 1) for number in range(100)]
+    pool = filled(*chains, slots=100)
+    assert [block for block in plan(pool)] == [block for chain in chains for block in chain]
+    assert len(plan(pool, room=0)) == WINDOW_BLOCKS
+    assert len(plan(pool, room=80)) == 80
+    assert len(plan(pool, ahead=0.9)) == 90
+    pinned = OperationId("in use")
+    for chain in chains:
+        pool.pin(pinned, [chain[0].key], now=98.0)
+    assert len(plan(pool)) == 100, "what is in use can be copied too"
+
+
 def test_no_more_is_wanted_than_the_ssd_holds() -> None:
     a, b, c = make_chain("a", 4), make_chain("b", 4), make_chain("c", 4)
     pool = filled(a, b, c)
-    assert plan(pool, capacity=9) == a + b
+    assert plan(pool, capacity=9, room=0) == a + b
     there = {block.key for block in c}
-    assert plan(pool, capacity=9, held=there.__contains__) == a + b
+    assert plan(pool, capacity=9, room=0, held=there.__contains__) == a + b
     there = {block.key for block in a + b}
-    assert plan(pool, capacity=9, held=there.__contains__) == []
+    assert plan(pool, capacity=9, room=0, held=there.__contains__) == []
 
 
 def test_one_that_does_not_fit_keeps_what_needs_it_away_and_nothing_else() -> None:
