@@ -49,6 +49,8 @@ Coupled = Annotated[int, typer.Option(min=0, help="Instances that do both, inste
 PrefixCache = Annotated[bool, typer.Option("--prefix-cache", help="Coupled instances reuse prefixes.")]
 ChunkTokens = Annotated[int, typer.Option(min=0, help="Coupled instances prefill in chunks of so many tokens; "
                                                       "0: whole prompts first.")]
+Pipeline = Annotated[int, typer.Option(help="Prefill nodes that work as one, each chunk of a prompt passing through "
+                                            "all of them.")]
 ProfileName = Annotated[str, typer.Option("--profile", help="What a node costs and holds: a name or a .json file.")]
 NicGbps = Annotated[float | None, typer.Option(help="Network of a node, each way; the profile's unless given.")]
 DramTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of KV a prefill node's DRAM caches; the "
@@ -93,9 +95,10 @@ def run_command(
     trace: Annotated[Path, typer.Option(help="Mooncake JSON-lines trace, or an Azure CSV (no reuse).")],
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, coupled: Coupled = 0, prefix_cache: PrefixCache = False, chunk_tokens: ChunkTokens = 0,
-    profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None, dram_tokens: DramTokens = None,
-    ssd_tokens: SsdTokens = 0, policy: PolicyName = OURS, admission: AdmissionName = "none", queue: Queue = "",
-    rate_scale: RateScale = 1.0, ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
+    pipeline: Pipeline = 1, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
+    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, policy: PolicyName = OURS,
+    admission: AdmissionName = "none", queue: Queue = "", rate_scale: RateScale = 1.0,
+    ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
     repeat: Annotated[int, typer.Option(min=1, help="The trace so many times, each time with fresh ids.")] = 1,
     conductors: Annotated[int, typer.Option(help="Conductors that share the requests.")] = 1,
     message_delay: Annotated[str, typer.Option(help="Time a message takes.")] = "500us",
@@ -110,7 +113,8 @@ def run_command(
     """
     options = RunOptions(
         profile=profile, prefill=prefill, decode=decode, coupled=coupled, prefix_cache=prefix_cache,
-        chunk_tokens=chunk_tokens, nic_gbps=nic_gbps, dram_tokens=dram_tokens, ssd_tokens=ssd_tokens, policy=policy,
+        chunk_tokens=chunk_tokens, pipeline=pipeline, nic_gbps=nic_gbps, dram_tokens=dram_tokens,
+        ssd_tokens=ssd_tokens, policy=policy,
         admission=admission, queue=queue, rate_scale=rate_scale, ttft_slo=ttft_slo,
         tbt_slo_s=_seconds("--tbt-slo", tbt_slo), repeat=repeat, conductors=conductors,
         message_delay_s=_seconds("--message-delay", message_delay), seed=seed,
@@ -136,8 +140,9 @@ def compare_command(
     rate_scale: Annotated[list[float] | None, typer.Option(help="Again for more; 1 unless given.")] = None,
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
-    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, admission: AdmissionName = "none", queue: Queue = "",
-    ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms", seed: Seed = 0, json: Json = None, out: Out = None,
+    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, admission: AdmissionName = "none",
+    queue: Queue = "", ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms", seed: Seed = 0, json: Json = None,
+    out: Out = None,
 ) -> None:
     """Run policies over traces on the same cluster and set them side by side.
 
@@ -168,9 +173,10 @@ def knee_command(
     good: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of requests inside both bounds.")] = GOOD_SHARE,
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, coupled: Coupled = 0, prefix_cache: PrefixCache = False, chunk_tokens: ChunkTokens = 0,
-    profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None, dram_tokens: DramTokens = None,
-    ssd_tokens: SsdTokens = 0, admission: AdmissionName = "none", queue: Queue = "", rate_scale: RateScale = 1.5,
-    ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms", seed: Seed = 0, json: Json = None, out: Out = None,
+    pipeline: Pipeline = 1, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
+    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, admission: AdmissionName = "none",
+    queue: Queue = "", rate_scale: RateScale = 1.5, ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
+    seed: Seed = 0, json: Json = None, out: Out = None,
 ) -> None:
     """Find the highest rate at which enough requests are inside both bounds; --rate-scale is the first guess.
 
@@ -178,8 +184,8 @@ def knee_command(
     """
     plots.require()
     base = RunOptions(profile=profile, prefill=prefill, decode=decode, coupled=coupled, prefix_cache=prefix_cache,
-                      chunk_tokens=chunk_tokens, nic_gbps=nic_gbps, dram_tokens=dram_tokens, ssd_tokens=ssd_tokens,
-                      admission=admission, queue=queue, ttft_slo=ttft_slo, rate_scale=rate_scale,
+                      chunk_tokens=chunk_tokens, pipeline=pipeline, nic_gbps=nic_gbps, dram_tokens=dram_tokens,
+                      ssd_tokens=ssd_tokens, admission=admission, queue=queue, ttft_slo=ttft_slo, rate_scale=rate_scale,
                       tbt_slo_s=_seconds("--tbt-slo", tbt_slo), seed=seed)
     console = Console(stderr=True, highlight=False)
     rows, data = [], []

@@ -67,6 +67,8 @@ class ClusterOptions:
     """Tokens of KV that a prefill node's DRAM caches; the profile's when ``None``."""
     ssd_tokens: int = 0
     """The same on its SSD."""
+    pipeline: int = 1
+    """Prefill nodes that work as one, each chunk of a prompt passing through all of them."""
     conductors: int = 1
     message_delay_s: float = 0.0005
     heartbeat_s: float = 2.0
@@ -112,7 +114,7 @@ class Cluster:
         self._hellos: dict[str, Hello] = {}
         self._dead_busy_s = 0.0
         self.drivers = [self._conductor(i, log if i == 0 else None) for i in range(options.conductors)]
-        for i in range(options.prefill):
+        for i in range(options.prefill // options.pipeline):
             self.start(f"prefill-{i + 1}")
         for i in range(options.decode):
             self.start(f"decode-{i + 1}")
@@ -149,23 +151,26 @@ class Cluster:
 
     def start(self, name: str) -> None:
         """A node comes up, with empty memory."""
-        options, profile = self.options, self._profile
+        options = self.options
+        is_prefill = name.startswith("prefill")
+        scale = options.pipeline if is_prefill else 1
+        profile = self._profile.grouped(scale)
+        nic_gbps = options.nic_gbps and options.nic_gbps * scale
         life = self._lives[name] = self._lives.get(name, 0) + 1
         worker, incarnation = WorkerId(name), Incarnation(f"{name}/{life}")
-        is_prefill = name.startswith("prefill")
-        dram_tokens = profile.dram_tokens if options.dram_tokens is None else options.dram_tokens
+        dram_tokens = profile.dram_tokens if options.dram_tokens is None else options.dram_tokens * scale
         capacity = (dram_tokens if is_prefill else profile.vram_tokens) // options.block_tokens
         hello = self._hellos[name] = Hello(
             worker=worker, incarnation=incarnation, role="prefill" if is_prefill else "decode", spec=self._spec,
             endpoint=Endpoint(worker=worker, incarnation=incarnation, host=HostId(name)), capacity_blocks=capacity,
             max_running=1 if is_prefill else profile.max_running, started_at_s=self.loop.now,
-            profile=profile.announced(options.nic_gbps))
-        port = self.ports[name] = Port(profile.nic_bytes_per_s(options.nic_gbps))
+            profile=profile.announced(nic_gbps))
+        port = self.ports[name] = Port(profile.nic_bytes_per_s(nic_gbps))
         place = Life(hello, port, delay_s=self._delay_s)
         self._tell(hello)
         if is_prefill:
             cache = NodeCache(worker, incarnation, self._digest, dram_blocks=capacity,
-                              ssd_blocks=options.ssd_tokens // options.block_tokens,
+                              ssd_blocks=options.ssd_tokens * scale // options.block_tokens,
                               block_bytes=self._spec.block_bytes, block_tokens=options.block_tokens,
                               announce=self._announce)
             self.prefill[name] = PrefillNode(place, self.loop, self._network, profile, cache, options.discipline, self)
@@ -406,6 +411,9 @@ def check_possible(options: ClusterOptions) -> None:
     for name, count in (("prefill", options.prefill), ("decode", options.decode), ("conductors", options.conductors)):
         if count < 1:
             raise UserError(f"--{name} is {count}; a cluster needs at least 1")
+    if options.pipeline < 1 or options.prefill % options.pipeline:
+        raise UserError(f"--pipeline is {options.pipeline}; {options.prefill} prefill nodes cannot be divided into "
+                        "groups of that size")
     if profile.vram_tokens < 1:
         usable = profile.vram_bytes * (1 - profile.vram_reserved_share)
         raise UserError(f"profile {profile.name}: the weights take {profile.weights_bytes / 1e9:g} GB and a node has "

@@ -47,6 +47,8 @@ class RunOptions:
     prefix_cache: bool = False
     chunk_tokens: int = 0
     """Of coupled instances."""
+    pipeline: int = 1
+    """Prefill nodes that work as one."""
     nic_gbps: float | None = None
     dram_tokens: int | None = None
     ssd_tokens: int = 0
@@ -174,8 +176,8 @@ def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) ->
         profile=profile, prefill=options.prefill, decode=options.decode, block_tokens=trace.block_tokens,
         policy=options.policy, admission=options.admission, discipline=discipline_of(options, profile),
         nic_gbps=options.nic_gbps, dram_tokens=options.dram_tokens, ssd_tokens=options.ssd_tokens,
-        conductors=options.conductors, message_delay_s=options.message_delay_s, seed=options.seed,
-        asks_slo=options.admission != "none")
+        pipeline=options.pipeline, conductors=options.conductors, message_delay_s=options.message_delay_s,
+        seed=options.seed, asks_slo=options.admission != "none")
 
 
 def _cluster(loop: Loop, options: RunOptions, trace: Trace, profile: NodeProfile, outcomes: Outcomes,

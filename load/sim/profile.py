@@ -91,6 +91,21 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Bytes a second that a node sends, and takes in."""
         return (self.nic_gbps if nic_gbps is None else nic_gbps) * 1e9 / 8 * self.nic_efficiency
 
+    def grouped(self, nodes: int) -> NodeProfile:
+        """So many nodes as one prefill worker: chunks of a prompt are at different nodes at the same time.
+
+        The layers are divided, so each chunk takes every node its share of the time; the next prompt enters while the
+        last chunk of the one before is still on its way through the other nodes.
+        """
+        if nodes == 1:
+            return self
+        on_its_way_s = self.compute_s(0, self.prefill_chunk_tokens) * (nodes - 1) / nodes
+        return msgspec.structs.replace(
+            self, name=f"{self.name} x{nodes}", prefill_per_token_s=self.prefill_per_token_s / nodes,
+            prefill_per_token2_s=self.prefill_per_token2_s / nodes, reuse_per_token_s=self.reuse_per_token_s / nodes,
+            nic_gbps=self.nic_gbps * nodes, push_tail_s=self.push_tail_s + on_its_way_s,
+            dram_tokens=self.dram_tokens * nodes, ssd_bytes_per_s=self.ssd_bytes_per_s * nodes)
+
     def spec(self, block_tokens: int) -> CacheSpec:
         """The cache spec its workers register."""
         return CacheSpec(
