@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from services.cli import kv
 from services.cli.serving import ServeCommand
 from services.launcher.settings import Settings
 from shared.errors import BusError, UserError
@@ -30,12 +31,11 @@ app = typer.Typer(
     epilog="Start with [bold]moonbus demo[/], or [bold]moonbus up[/] and then [bold]moonbus chat[/].",
 )
 serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreground, as containers do.")
-kv_app = typer.Typer(no_args_is_help=True, help="Look at the catalog of KV blocks.")
 store_app = typer.Typer(no_args_is_help=True, help="Steer the cluster-wide pool of KV blocks.")
 quota_app = typer.Typer(no_args_is_help=True, help="How many bytes of the pool each tenant may take.")
 models_app = typer.Typer(no_args_is_help=True, help="Fetch models and list what is here.")
 app.add_typer(serve_app, name="serve", rich_help_panel=_STACK)
-app.add_typer(kv_app, name="kv", rich_help_panel=_ASK)
+app.add_typer(kv.app, name="kv", rich_help_panel=_ASK)
 app.add_typer(store_app, name="store", rich_help_panel=_ASK)
 store_app.add_typer(quota_app, name="quota")
 app.add_typer(models_app, name="models", rich_help_panel=_TOOLS)
@@ -141,36 +141,6 @@ def chat(url: GatewayUrl = None, data_dir: DataDir = None,
 def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """List the workers as a conductor sees them."""
     from services.cli.tables import workers as run
-
-    run(nats_url, data_dir)
-
-
-@kv_app.command("lineage", epilog="Example: moonbus kv lineage 9f86d081   (digits from `moonbus kv ls`)")
-def kv_lineage(key: Annotated[str, typer.Argument(help="Block key in hex, or its first digits.")],
-               nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
-    """Show a block's chain from the root: who computed each block, when, for which request, where its copies are."""
-    from services.cli.tables import lineage as run
-
-    run(key, nats_url, data_dir)
-
-
-@kv_app.command("ls", epilog="Examples:\n\n  moonbus kv ls\n\n  moonbus kv ls --order hot --worker prefill-1")
-def kv_ls(limit: Annotated[int, typer.Option(help="Most blocks to show.", min=1, max=1000)] = 20,
-          worker: Annotated[str, typer.Option(help="Only blocks with a copy there.")] = "",
-          tenant: Annotated[str, typer.Option(help="Only blocks of that tenant.")] = "",
-          order: Annotated[str, typer.Option(help="recent, hot or deep.")] = "recent",
-          everything: Annotated[bool, typer.Option("--all", help="Blocks without a live copy too.")] = False,
-          nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
-    """List blocks of the catalog."""
-    from services.cli.tables import blocks as run
-
-    run(nats_url, data_dir, limit=limit, worker=worker, tenant=tenant, order=order, everything=everything)
-
-
-@kv_app.command("stats", epilog="Example: moonbus kv stats")
-def kv_stats(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
-    """Show the catalog's totals and what each worker holds."""
-    from services.cli.tables import stats as run
 
     run(nats_url, data_dir)
 

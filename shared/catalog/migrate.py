@@ -28,6 +28,15 @@ def head() -> str:
     return revision
 
 
+def needed() -> str:
+    """The newest revision that has to be there before this version runs: ``pre`` steps come before the code that needs
+    them, ``post`` steps after it."""
+    revision = next((script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()
+                     if Path(script.path).name.startswith(f"{script.revision}_pre_")), None)
+    assert revision is not None, "the first step is a pre step"
+    return revision
+
+
 def upgrade(url: str, revision: str = "head") -> str:
     """Moves the schema up to ``revision`` and returns the one it is at; for callers without a running loop.
 
@@ -65,13 +74,11 @@ async def require_schema(database: Database) -> None:
 
     A later one is fine: its ``pre`` steps are made to work with the code before them.
     """
-    revision, needed = await current_revision(database), head()
-    if revision == needed:
-        return
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-    if revision is None or revision in known:
+    revision, least = await current_revision(database), needed()
+    known = [script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()]  # newest first
+    if revision is None or revision in known[known.index(least) + 1:]:
         at = f"is at revision {revision}" if revision else "has no tables yet"
-        raise SchemaMismatch(f"the catalog at {database.name} {at}; this version needs {needed}: run moonbus migrate")
+        raise SchemaMismatch(f"the catalog at {database.name} {at}; this version needs {least}: run moonbus migrate")
 
 
 async def _with_database(url: str, revision: str | None) -> str:

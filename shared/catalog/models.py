@@ -14,7 +14,20 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, Double, Index, Integer, LargeBinary, MetaData, Text, desc, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Text,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.dialects.postgresql import INT8MULTIRANGE, JSONB, TIMESTAMP
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -79,11 +92,30 @@ class WorkerTable(Base):
     why: Mapped[str] = mapped_column(Text, server_default="")
 
 
+class LifeTable(Base):
+    """The number of a worker's life, and which of its numbered news are applied; a hole in ``seen`` is news we lack.
+
+    Whoever changes copies of a life holds the lock of its row, so each number is applied once: there is no order or
+    repetition of deliveries that shows. What an inventory has told counts as seen.
+    """
+
+    __tablename__ = "life"
+
+    life: Mapped[int] = mapped_column(Integer, Identity(always=True), primary_key=True)
+    worker: Mapped[str] = mapped_column(Id)
+    incarnation: Mapped[str] = mapped_column(Id)
+    seen: Mapped[Any] = mapped_column(INT8MULTIRANGE, server_default="{}")
+
+    # Every batch updates it: half a page stays free for the new versions.
+    __table_args__ = (UniqueConstraint("worker", "incarnation", name="life_worker_key"),
+                      {"postgresql_with": {"fillfactor": 50}})
+
+
 class KvBlockTable(Base):
     """One block that was ever stored, with its place in the prefix tree and who made it first.
 
     ``created_*`` and ``request`` tell of the earliest storing that computed it; only when no computing was
-    announced, of the earliest that received it.
+    announced, of the earliest that received it. Rows hardly ever change, so that inserting them is all the work.
     """
 
     __tablename__ = "kv_block"
@@ -100,55 +132,110 @@ class KvBlockTable(Base):
     incarnation: Mapped[str] = mapped_column(Id)
     created_at: Mapped[datetime] = mapped_column(Moment)
     request: Mapped[str] = mapped_column(Id)
-    hits: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    last_used_at: Mapped[datetime | None] = mapped_column(Moment)
 
     __table_args__ = (
-        Index("kv_block_parent", "parent"),
-        Index("kv_block_created_at", desc("created_at")),
-        Index("kv_block_hits", desc("hits"), postgresql_where=text("hits > 0")),
+        # Eight bytes of a hash tell keys apart, and make the index half as large.
+        Index("kv_block_parent", text("substring(parent, 1, 8)")),
+        # Ascending: Postgres appends to the right end of an index faster than anywhere else.
+        Index("kv_block_created_at", "created_at"),
     )
 
 
-class KvReplicaTable(Base):
-    """One copy of a block: in a tier of one life of a worker.
+class KvCopyTable(Base):
+    """One copy that its worker holds now, in a tier: all and only those, of lives that are over as well.
 
-    The row remembers the highest sequence number that stored it and the highest that evicted it (0: none), and it
-    is evicted (``evicted_at`` set) unless the storing is the later one. Both only grow, so any order and any
-    number of deliveries end in the same row. ``stored_at`` is null when only an eviction has come so far.
+    ``stored_seq`` numbers the storing that it is from. An eviction deletes the row and leaves one in ``kv_evicted``.
     """
 
-    __tablename__ = "kv_replica"
+    __tablename__ = "kv_copy"
 
     key: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
-    worker: Mapped[str] = mapped_column(Id, primary_key=True)
-    incarnation: Mapped[str] = mapped_column(Id, primary_key=True)
+    life: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     tier: Mapped[str] = mapped_column(Id, primary_key=True)
+    nbytes: Mapped[int] = mapped_column(BigInteger)
+    stored_seq: Mapped[int] = mapped_column(BigInteger)
+    stored_at: Mapped[datetime] = mapped_column(Moment)
     origin: Mapped[str] = mapped_column(Text)
     source: Mapped[str] = mapped_column(Text)
     request: Mapped[str] = mapped_column(Text)
-    stored_seq: Mapped[int] = mapped_column(BigInteger)
-    stored_at: Mapped[datetime | None] = mapped_column(Moment)
-    evicted_seq: Mapped[int] = mapped_column(BigInteger)
-    evicted_at: Mapped[datetime | None] = mapped_column(Moment)
-    why: Mapped[str] = mapped_column(Text)
 
+    # Half of the rows go every few minutes: a tenth of dead ones, not a fifth, is the time to clean up.
+    __table_args__ = (Index("kv_copy_life", "life"), {"postgresql_with": {
+        "autovacuum_vacuum_scale_factor": 0.1, "autovacuum_analyze_scale_factor": 0.2}})
+
+
+class KvLateTable(Base):
+    """An eviction that overtook other news of its life: a storing below ``evicted_seq`` makes no copy any more.
+
+    Gone as soon as nothing below that number is missing; empty on most days.
+    """
+
+    __tablename__ = "kv_late"
+
+    life: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    key: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
+    tier: Mapped[str] = mapped_column(Id, primary_key=True)
+    evicted_seq: Mapped[int] = mapped_column(BigInteger)
+    evicted_at: Mapped[datetime] = mapped_column(Moment)
+
+
+class KvEvictedTable(Base):
+    """One copy that ended, by the time of its end. Partitioned by it, and only ever added to.
+
+    ``nbytes`` and ``stored_at`` are null when the storing was not known when the eviction was written.
+    """
+
+    __tablename__ = "kv_evicted"
+
+    evicted_at: Mapped[datetime] = mapped_column(Moment)
+    key: Mapped[bytes] = mapped_column(LargeBinary)
+    life: Mapped[int] = mapped_column(Integer)
+    tier: Mapped[str] = mapped_column(Id)
+    evicted_seq: Mapped[int] = mapped_column(BigInteger)
+    why: Mapped[str] = mapped_column(Text)
+    nbytes: Mapped[int | None] = mapped_column(BigInteger)
+    stored_at: Mapped[datetime | None] = mapped_column(Moment)
+    origin: Mapped[str] = mapped_column(Text, server_default="")
+    source: Mapped[str] = mapped_column(Text, server_default="")
+    request: Mapped[str] = mapped_column(Text, server_default="")
+
+    __mapper_args__ = {"primary_key": [life, key, tier, evicted_seq]}
     __table_args__ = (
-        Index("kv_replica_live", "worker", "incarnation", postgresql_where=text("evicted_at IS NULL")),
+        Index("kv_evicted_key", text("substring(key, 1, 8)")),
+        Index("kv_evicted_at", "evicted_at"),
+        {"postgresql_partition_by": "RANGE (evicted_at)"},
     )
 
 
-class RequestTable(Base):
-    """How one request ended. Times are Unix moments, durations seconds."""
+class KvUseTable(Base):
+    """How often a block was reused; only blocks that were. ``heat`` is the logarithm of ``hits`` to base 2, rounded
+    down.
 
-    __tablename__ = "request"
+    Ordered by ``heat`` they are all but ordered by ``hits``, and it hardly ever changes: most updates touch no index.
+    """
+
+    __tablename__ = "kv_use"
+
+    key: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
+    hits: Mapped[int] = mapped_column(BigInteger)
+    heat: Mapped[int] = mapped_column(SmallInteger)
+    last_used_at: Mapped[datetime] = mapped_column(Moment)
+
+    __table_args__ = (Index("kv_use_heat", "heat"), {"postgresql_with": {
+        "fillfactor": 70, "autovacuum_vacuum_scale_factor": 0.1}})
+
+
+class RequestDoneTable(Base):
+    """How one request ended. Times are Unix moments, durations seconds. Partitioned by the time it was received."""
+
+    __tablename__ = "request_done"
 
     request: Mapped[str] = mapped_column(Id, primary_key=True)
     gateway: Mapped[str] = mapped_column(Text)
     model: Mapped[str] = mapped_column(Text)
     spec: Mapped[str] = mapped_column(Id)
     tenant: Mapped[str] = mapped_column(Id)
-    received_at: Mapped[datetime] = mapped_column(Moment)
+    received_at: Mapped[datetime] = mapped_column(Moment, primary_key=True)
     outcome: Mapped[str] = mapped_column(Text)
     code: Mapped[str] = mapped_column(Text)
     finish: Mapped[str] = mapped_column(Text)
@@ -167,21 +254,43 @@ class RequestTable(Base):
     trace: Mapped[str] = mapped_column(Text)
     stages: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
     last_key: Mapped[bytes] = mapped_column(LargeBinary)
-    recorded_at: Mapped[datetime] = mapped_column(Moment, server_default=text("now()"))
-    reuse_counted: Mapped[bool] = mapped_column(Boolean)
-    """Its reused blocks have got their hit; false until their whole chain is in the catalog."""
 
     __table_args__ = (
-        Index("request_received_at", desc("received_at")),
-        Index("request_uncounted", "recorded_at", postgresql_where=text("NOT reuse_counted")),
+        Index("request_done_received_at", "received_at"),
+        {"postgresql_partition_by": "RANGE (received_at)"},
     )
 
 
-class FeedSeenTable(Base):
-    """Which sequence numbers of a worker's life the catalog has applied; a hole in ``seen`` is news we lack."""
+class ReuseDueTable(Base):
+    """A request whose reused blocks have not got their hit yet: its chain is not all there."""
 
-    __tablename__ = "feed_seen"
+    __tablename__ = "reuse_due"
 
+    request: Mapped[str] = mapped_column(Id, primary_key=True)
+    last_key: Mapped[bytes] = mapped_column(LargeBinary)
+    hit_tokens: Mapped[int] = mapped_column(Integer)
+    used_at: Mapped[datetime] = mapped_column(Moment)
+    recorded_at: Mapped[datetime] = mapped_column(Moment, server_default=text("now()"))
+    try_at: Mapped[datetime] = mapped_column(Moment, server_default=text("now()"))
+
+    # A queue: short, with many dead rows, whatever part of it they are.
+    __table_args__ = (Index("reuse_due_try_at", "try_at"), {"postgresql_with": {
+        "autovacuum_vacuum_scale_factor": 0.0, "autovacuum_vacuum_threshold": 5000}})
+
+
+class StorageSampleTable(Base):
+    """What a worker held in a tier at one moment. Partitioned by it."""
+
+    __tablename__ = "storage_sample"
+
+    at: Mapped[datetime] = mapped_column(Moment, primary_key=True)
     worker: Mapped[str] = mapped_column(Id, primary_key=True)
-    incarnation: Mapped[str] = mapped_column(Id, primary_key=True)
-    seen: Mapped[Any] = mapped_column(INT8MULTIRANGE)
+    tier: Mapped[str] = mapped_column(Id, primary_key=True)
+    blocks: Mapped[int] = mapped_column(BigInteger)
+    nbytes: Mapped[int] = mapped_column(BigInteger)
+
+    __table_args__ = {"postgresql_partition_by": "RANGE (at)"}
+
+
+PARTITIONED = {"kv_evicted": "evicted_at", "request_done": "received_at", "storage_sample": "at"}
+"""{table: the column it is partitioned by}; ``<table>_rest`` takes what no other partition does."""

@@ -1,53 +1,56 @@
 """What one can ask of the catalog, by name; everything returned is a frozen value.
 
-Every operation is one transaction; those that bring blocks or requests are followed by another that counts reuse. What
-collides with another writer is tried again. Each raises ``Unavailable`` when Postgres cannot be used now (do the same
-again later: it changes nothing twice) and ``Unwritable`` when it will never take the data.
+Every operation is one transaction, but for those that say otherwise. What collides with another writer is tried again.
+Each raises ``Unavailable`` when Postgres cannot be used now (do the same again later: it changes nothing twice) and
+``Unwritable`` when it will never take the data.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
-
-from shared.catalog import sql
-from shared.catalog.fold import FeedEvent, Folded, Life, Row, columns, fold, moment
-from shared.catalog.session import Collided, Database, Unwritable
-from shared.errors import UserError
+from shared.catalog import ingest, ingest_sql, queries
+from shared.catalog.fold import FeedEvent, Life, moment
+from shared.catalog.queries import MAX_LISTED, BlockNotFound, RequestNotFound
+from shared.catalog.retention import Retention
+from shared.catalog.session import Collided, Database
+from shared.catalog.upkeep import Upkeep, Upkeeper
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId
+from shared.kv import Tier
 from shared.messages import (
-    BlockRow,
     BlocksQuery,
     BlocksReply,
+    DescendantsQuery,
+    DescendantsReply,
+    EvictionsQuery,
+    EvictionsReply,
+    HotQuery,
+    HotReply,
     LineageReply,
-    ReplicaRow,
+    RequestReply,
+    RequestsQuery,
+    RequestsReply,
+    ReuseQuery,
+    ReuseReply,
     StatsReply,
-    Stored,
+    StorageQuery,
+    StorageReply,
     StoredBlock,
-    WorkerStats,
 )
+from shared.store.digest import Buckets
 
-MAX_LISTED = 1_000
-"""Most blocks one query lists: the answer must fit in a message."""
+__all__ = ["MAX_LISTED", "BlockNotFound", "Catalog", "Difference", "Digested", "Inventory", "Repaired",
+           "RequestNotFound", "Retention", "Upkeep", "Written"]
 
 COLLISION_TRIES = 5
 """Times an operation is tried while others are in its way. Of two that collide one goes through, so few are needed."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_HEX = re.compile(r"[0-9a-f]{1,64}")
-
-
-class BlockNotFound(UserError):
-    """No block, or more than one, answers to the key that was asked."""
 
 
 def _again(operation: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
@@ -69,6 +72,7 @@ class Written:
 
     blocks: int = 0
     replicas: int = 0
+    """Copies that came or went."""
     requests: int = 0
     gaps: tuple[Life, ...] = ()
 
@@ -85,6 +89,20 @@ class Inventory:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """What was found to differ between the catalog's copies of a life and its inventory as of ``seq``."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    seq: int
+    spec: SpecDigest
+    missing: tuple[StoredBlock, ...] = ()
+    """In the inventory only."""
+    stale: tuple[tuple[BlockKey, Tier], ...] = ()
+    """In the catalog only."""
+
+
+@dataclass(frozen=True)
 class Repaired:
     """What a reconciliation changed: copies that the catalog lacked, and copies that were gone."""
 
@@ -92,47 +110,87 @@ class Repaired:
     stale: int = 0
 
 
+@dataclass(frozen=True)
+class Digested:
+    """What the catalog believes that one life holds."""
+
+    tiers: dict[Tier, Buckets]
+    complete: bool
+    """All news up to the number that was asked with is in it."""
+
+
 class Catalog:
     """The named operations on one database."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, retention: Retention | None = None) -> None:
         self._database = database
+        #: Requests wait for blocks of their chains, as far as we know; others' are counted by ``maintain``
+        self._reuse_waits = True
+        self._upkeeper = Upkeeper(database, retention or Retention())
 
-    @_again
+    # Writing.
+
     async def write(self, events: Sequence[FeedEvent], *, now_s: float) -> Written:
-        """Records a batch of the feed; events may be repeated and in any order (see :mod:`shared.catalog.fold`)."""
-        try:
-            folded = fold(events, now_s=now_s)
-        except (ValueError, OverflowError) as error:
-            raise Unwritable(str(error)) from error
-        async with self._database.transaction() as connection:
-            gaps = await _write(connection, folded)
-        await self._count_reuse(folded)
-        return Written(len(folded.blocks), len(folded.replicas), len(folded.requests), gaps)
+        """Records a batch of the feed; events may be repeated and in any order (see :mod:`shared.catalog.fold`).
+
+        Blocks and requests are followed by a second transaction, which counts reuse.
+        """
+        written = await self._write(events, now_s=now_s)
+        if written.requests or (written.blocks and self._reuse_waits):
+            await self._count_reuse()
+        return written
 
     @_again
-    async def reconcile(self, inventory: Inventory, *, now_s: float) -> Repaired:
-        """Makes the rows of one worker's life equal to its inventory; what happened after it stays as it is."""
-        keys = [bytes(block.key) for block in inventory.blocks]
-        tiers = [block.tier.value for block in inventory.blocks]
-        held = {"worker": inventory.worker, "incarnation": inventory.incarnation, "seq": inventory.seq,
-                "keys": keys, "tiers": tiers}
+    async def _write(self, events: Sequence[FeedEvent], *, now_s: float) -> Written:
         async with self._database.transaction() as connection:
-            rows = (await connection.execute(sql.MISSING, held)).all()
-            stale = await connection.execute(sql.CLOSE_STALE, {**held, "at": moment(now_s)})
-            # An inventory does not say when a block was stored: now stands in, under the inventory's own number.
-            # The storing's message, should it still come, has a lower one and leaves the copy as it is.
-            folded = fold([Stored(worker=inventory.worker, incarnation=inventory.incarnation, seq=inventory.seq,
-                                  spec=inventory.spec, at_s=now_s,
-                                  blocks=[inventory.blocks[position - 1] for position, _ in rows])], now_s=now_s)
-            lacking = {(keys[position - 1], tiers[position - 1]) for position, copy in rows if copy}
-            folded.replicas = {name: copy for name, copy in folded.replicas.items() if (name[0], name[3]) in lacking}
-            folded.seen.clear()
-            await _write(connection, folded)
-            await _execute(connection, sql.UPSERT_SEEN, [
-                (inventory.worker, inventory.incarnation, f"{{[1,{inventory.seq + 1})}}")])
-        await self._count_reuse(folded)
-        return Repaired(missing=len(lacking), stale=stale.rowcount)
+            folded = await ingest.write(connection, events, now_s=now_s)
+        return Written(len(folded.blocks), len(folded.copies), len(folded.requests), tuple(folded.gaps))
+
+    async def reconcile(self, inventory: Inventory, *, now_s: float) -> Repaired:
+        """Makes the copies of one worker's life equal to its inventory; what happened after it stays as it is."""
+        return await self._repair(
+            (str(inventory.worker), str(inventory.incarnation)), inventory.seq, str(inventory.spec),
+            inventory.blocks, None, now_s)
+
+    async def repair(self, difference: Difference, *, now_s: float) -> Repaired:
+        """The same for a difference that was found without shipping the whole inventory: everything else about the
+        life's copies as of ``difference.seq`` is taken to be right."""
+        return await self._repair(
+            (str(difference.worker), str(difference.incarnation)), difference.seq, str(difference.spec),
+            difference.missing, [(bytes(key), tier.value) for key, tier in difference.stale], now_s)
+
+    async def _repair(self, life: Life, seq: int, spec: str, held: Sequence[StoredBlock],
+                      stale: Sequence[tuple[bytes, str]] | None, now_s: float) -> Repaired:
+        repaired, blocks = await self._repair_once(life, seq, spec, held, stale, now_s)
+        if blocks and self._reuse_waits:
+            await self._count_reuse()
+        return repaired
+
+    @_again
+    async def _repair_once(self, life: Life, seq: int, spec: str, held: Sequence[StoredBlock],
+                           stale: Sequence[tuple[bytes, str]] | None, now_s: float) -> tuple[Repaired, int]:
+        async with self._database.transaction() as connection:
+            missing, closed, folded = await ingest.repair(
+                connection, life, seq=seq, spec=spec, held=held, stale=stale, now_s=now_s)
+        return Repaired(missing=missing, stale=closed), len(folded.blocks)
+
+    async def digest(self, worker: WorkerId, incarnation: Incarnation, *, seq: int) -> Digested:
+        """What ``shared.store.digest`` makes of a life's copies, computed by Postgres."""
+        life = {"worker": worker, "incarnation": incarnation}
+        tiers: dict[Tier, dict[int, tuple[int, int]]] = defaultdict(dict)
+        async with self._database.transaction() as connection:
+            complete = bool((await connection.execute(ingest_sql.SEEN_UP_TO, {**life, "seq": seq})).scalar_one())
+            for row in (await connection.execute(ingest_sql.DIGEST, life)).all():
+                tiers[Tier(row.tier)][row.bucket] = (row.copies, row.mixed % 2**64)
+        return Digested(dict(tiers), complete)
+
+    async def known(self, worker: WorkerId, incarnation: Incarnation,
+                    buckets: Sequence[int]) -> set[tuple[BlockKey, Tier]]:
+        """The copies of a life in some ``buckets`` of the digest."""
+        async with self._database.transaction() as connection:
+            rows = (await connection.execute(ingest_sql.KNOWN, {
+                "worker": worker, "incarnation": incarnation, "buckets": list(buckets)})).all()
+        return {(BlockKey(key), Tier(tier)) for key, tier in rows}
 
     @_again
     async def mark_workers(self, heard: Sequence[Life], dead: Mapping[Life, str], *, now_s: float,
@@ -142,102 +200,82 @@ class Catalog:
         ``dead`` says why, where it is known; lives started after ``started_before_s`` (Unix seconds) are too young
         to be missed. Returns how many lives changed.
         """
-        now = moment(now_s)
         alive = {"workers": [worker for worker, _ in heard], "incarnations": [life for _, life in heard]}
         gone = {"dead_workers": [worker for worker, _ in dead], "dead_incarnations": [life for _, life in dead],
                 "dead_why": list(dead.values())}
         async with self._database.transaction() as connection:
-            died = await connection.execute(
-                sql.MARK_DEAD, {**alive, **gone, "at": now, "started_before": moment(started_before_s)})
-            revived = await connection.execute(sql.MARK_ALIVE, alive)
+            died = await connection.execute(ingest_sql.MARK_DEAD, {
+                **alive, **gone, "at": moment(now_s), "started_before": moment(started_before_s)})
+            revived = await connection.execute(ingest_sql.MARK_ALIVE, alive)
         return died.rowcount + revived.rowcount
 
     @_again
-    async def _count_reuse(self, folded: Folded) -> None:
-        """Counts what ``folded`` made countable, its own requests or older ones that waited for its blocks."""
-        if folded.requests or folded.blocks:
-            async with self._database.transaction() as connection:
-                await connection.execute(sql.COUNT_REUSE, {"wait_s": sql.REUSE_WAIT_S})
+    async def _count_reuse(self) -> None:
+        async with self._database.transaction() as connection:
+            self._reuse_waits = (await connection.execute(ingest_sql.COUNT_REUSE, {
+                "wait_s": ingest_sql.REUSE_WAIT_S, "most": ingest_sql.REUSE_AT_A_TIME})).scalar_one()
+
+    @_again
+    async def maintain(self, *, now_s: float) -> Upkeep:
+        """Keeps the catalog within its :class:`Retention` and samples storage when that is due.
+
+        Many short transactions. To be called every minute or so by one store-manager, and at once again while it
+        says that there is ``more``; two at a time do no harm.
+        """
+        await self._count_reuse()  # also of requests after which nothing was written
+        return await self._upkeeper.run(now_s=now_s)
+
+    # Reading.
 
     async def lineage(self, key_hex: str) -> LineageReply:
         """The chain from root to the one block whose key starts with ``key_hex``.
 
         Raises :class:`BlockNotFound` when none or several do.
         """
-        prefix = key_hex.strip().lower()
-        if not _HEX.fullmatch(prefix):
-            raise BlockNotFound(f"{key_hex!r} is no block key: give 1 to 64 hexadecimal digits")
         async with self._database.transaction() as connection:
-            bounds = {"low": bytes.fromhex(prefix.ljust(64, "0")), "high": bytes.fromhex(prefix.ljust(64, "f"))}
-            found = (await connection.execute(sql.FIND_KEYS, bounds)).scalars().all()
-            if not found:
-                raise BlockNotFound(f"no block's key starts with {prefix}; moonbus kv ls --all lists the known ones")
-            if len(found) > 1:
-                raise BlockNotFound(f"{prefix} is the start of several keys, {found[0].hex()} and {found[1].hex()} "
-                                    "among them; give more digits")
-            rows = (await connection.execute(sql.LINEAGE, {"key": found[0]})).all()
-            blocks = await _with_replicas(connection, rows)
-            descendants = (await connection.execute(sql.DESCENDANTS, {"key": found[0]})).scalar_one()
-        return LineageReply(blocks=blocks, descendants=descendants)
+            return await queries.lineage(connection, key_hex)
+
+    async def descendants(self, query: DescendantsQuery) -> DescendantsReply:
+        """What continues a block. Raises :class:`BlockNotFound`."""
+        async with self._database.transaction() as connection:
+            return await queries.descendants(connection, query)
+
+    async def hot(self, query: HotQuery) -> HotReply:
+        """The prefixes reused most, and what they saved."""
+        async with self._database.transaction() as connection:
+            return await queries.hot(connection, query)
 
     async def blocks(self, query: BlocksQuery) -> BlocksReply:
         """The blocks that ``query`` asks for, and how many there are without its limit."""
-        which = {"worker": query.worker, "tenant": query.tenant}
         async with self._database.transaction() as connection:
-            rows = (await connection.execute(
-                sql.BLOCKS[query.order, query.all], {**which, "limit": max(0, min(query.limit, MAX_LISTED))})).all()
-            blocks = await _with_replicas(connection, rows)
-            total = (await connection.execute(sql.COUNT_BLOCKS[query.order, query.all], which)).scalar_one()
-        return BlocksReply(blocks=blocks, total=total)
+            return await queries.blocks(connection, query)
 
     async def stats(self, *, feed_pending: int) -> StatsReply:
         """Totals; ``feed_pending`` is the caller's to know."""
         async with self._database.transaction() as connection:
-            totals = (await connection.execute(sql.TOTALS)).one()
-            workers = (await connection.execute(sql.WORKER_TOTALS)).all()
-        return StatsReply(
-            blocks=totals.blocks, live_blocks=totals.live_blocks, live_replicas=totals.live_replicas,
-            live_bytes=int(totals.live_bytes), requests=totals.requests, prompt_tokens=totals.prompt_tokens,
-            hit_tokens=totals.hit_tokens, feed_pending=feed_pending,
-            workers=[WorkerStats(worker=row.worker, role=row.role, state=row.state, blocks=row.blocks,
-                                 nbytes=int(row.nbytes)) for row in workers])
+            return await queries.stats(connection, feed_pending=feed_pending)
 
+    async def evictions(self, query: EvictionsQuery, *, now_s: float) -> EvictionsReply:
+        """Who evicted what and why. Raises :class:`BlockNotFound` when it asks for a block that is not known."""
+        async with self._database.transaction() as connection:
+            return await queries.evictions(connection, query, now_s=now_s)
 
-async def _write(connection: AsyncConnection, folded: Folded) -> tuple[Life, ...]:
-    """All tables in one fixed order, so that writers meet their locks in the same order; returns lives with a gap."""
-    await _execute(connection, sql.UPSERT_SPECS, folded.spec_rows())
-    if folded.workers:
-        await _execute(connection, sql.UPSERT_WORKERS, folded.worker_rows())
-        await connection.execute(sql.REPLACE_WORKERS, {"workers": sorted({worker for worker, _ in folded.workers})})
-    await _execute(connection, sql.UPSERT_BLOCKS, folded.block_rows())
-    await _execute(connection, sql.UPSERT_REPLICAS, folded.replica_rows())
-    await _execute(connection, sql.INSERT_REQUESTS, folded.request_rows())
-    seen = await _execute(connection, sql.UPSERT_SEEN, folded.seen_rows())
-    return tuple((worker, incarnation) for worker, incarnation, gap in seen if gap)
+    async def reuse(self, query: ReuseQuery, *, now_s: float) -> ReuseReply:
+        """Prompt tokens that needed no computing."""
+        async with self._database.transaction() as connection:
+            return await queries.reuse(connection, query, now_s=now_s)
 
+    async def requests(self, query: RequestsQuery, *, now_s: float) -> RequestsReply:
+        """Requests of the past."""
+        async with self._database.transaction() as connection:
+            return await queries.requests(connection, query, now_s=now_s)
 
-async def _execute(connection: AsyncConnection, upsert: sql.Upsert, rows: Sequence[Row]) -> Sequence[Any]:
-    """Merges ``rows``; returns what the statement returns, if it does."""
-    if not rows:
-        return ()
-    result = await connection.execute(upsert.statement, dict(zip(upsert.names, columns(rows), strict=True)))
-    return result.all() if result.returns_rows else ()
+    async def request(self, request_id: str) -> RequestReply:
+        """One request of the past. Raises :class:`RequestNotFound`."""
+        async with self._database.transaction() as connection:
+            return await queries.request(connection, request_id)
 
-
-async def _with_replicas(connection: AsyncConnection, rows: Sequence[Any]) -> list[BlockRow]:
-    replicas: dict[bytes, list[ReplicaRow]] = defaultdict(list)
-    for copy in (await connection.execute(sql.REPLICAS, {"keys": [row.key for row in rows]})).all():
-        replicas[copy.key].append(ReplicaRow(
-            worker=copy.worker, incarnation=copy.incarnation, tier=copy.tier, stored_at_s=copy.stored_at.timestamp(),
-            origin=copy.origin, source=copy.source, evicted_at_s=_seconds(copy.evicted_at), why=copy.why))
-    return [
-        BlockRow(key=BlockKey(row.key), parent=BlockKey(row.parent), depth=row.depth, model=row.model,
-                 tenant=row.tenant, tokens=row.tokens, nbytes=row.nbytes, created_by=row.created_by,
-                 created_at_s=row.created_at.timestamp(), request=row.request, hits=row.hits,
-                 last_used_at_s=_seconds(row.last_used_at), replicas=replicas[row.key])
-        for row in rows
-    ]
-
-
-def _seconds(at: datetime | None) -> float | None:
-    return at.timestamp() if at is not None else None
+    async def storage(self, query: StorageQuery, *, now_s: float) -> StorageReply:
+        """What workers held over time."""
+        async with self._database.transaction() as connection:
+            return await queries.storage(connection, query, now_s=now_s)

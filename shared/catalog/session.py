@@ -31,6 +31,8 @@ _COLLISIONS = ("40001", "40P01")
 
 SESSION = {
     "application_name": "moonbus",
+    "client_min_messages": "warning",  # that a temporary table is there already is no news
+    "random_page_cost": "1.1",  # disks do not seek any more, and the hot part of the indexes is in memory
     "jit": "off",  # our statements are short: compiling them takes longer than running them
     "synchronous_commit": "on",  # the feed is acknowledged after the commit: it must survive a crash
 }

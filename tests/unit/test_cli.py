@@ -11,9 +11,10 @@ from services.gateway.settings import Settings as GatewaySettings
 from shared.errors import NoResponders, SettingError, UserError
 
 COMMANDS = (
-    "up", "demo", "serve", "serve gateway", "serve conductor", "serve prefill", "serve decode", "serve store-manager",
-    "migrate", "chat", "load", "load run", "kv", "kv lineage", "kv ls", "kv stats", "workers", "doctor", "models",
-    "models pull", "models ls", "docs",
+    "up", "demo", "serve", "serve gateway", "serve conductor", "serve prefill", "serve decode",
+    "serve store-manager", "migrate", "chat", "load", "load run", "kv", "kv lineage", "kv ls", "kv stats",
+    "kv descendants", "kv hot", "kv evictions", "kv reuse", "kv requests", "kv request", "kv storage", "workers",
+    "doctor", "models", "models pull", "models ls", "docs",
 )
 
 

@@ -1,0 +1,205 @@
+"""The questions' statements, named and described. ``:name`` is a bind; an empty text asks for any.
+
+Every one of them finds its rows by an index, whatever is in the tables: ``tests/integration/test_catalog_plans.py``
+explains each. Sums over many rows are bounded by the time they reach back.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import text
+
+MAX_DESCENDANTS = 100_000
+"""Counting stops here: the block of a common system prompt may have millions."""
+
+FIND_KEYS = text("SELECT key FROM kv_block WHERE key >= :low AND key <= :high ORDER BY key LIMIT 2")
+"""Keys with a prefix; two are enough to know that it is not unique."""
+
+_BLOCK = """b.key, b.parent, b.depth, coalesce(s.model, '') AS model, b.tenant, b.tokens, b.nbytes, b.created_by,
+    b.created_at, b.request, coalesce(u.hits, 0) AS hits, u.last_used_at"""
+_STORY = "LEFT JOIN cache_spec s ON s.digest = b.spec LEFT JOIN kv_use u ON u.key = b.key"
+
+LINEAGE = text(f"""
+    WITH RECURSIVE chain AS (
+        SELECT * FROM kv_block WHERE key = :key
+        UNION ALL
+        SELECT b.* FROM chain c JOIN kv_block b ON b.key = c.parent AND b.depth = c.depth - 1
+    )
+    SELECT {_BLOCK} FROM chain b {_STORY} ORDER BY b.depth
+""")
+"""The chain of ``:key``, root first. Depths fall at each step, so no data can make it run for ever."""
+
+_BELOW = """
+    WITH RECURSIVE below AS (
+        SELECT key, depth FROM kv_block
+        WHERE substring(parent, 1, 8) = substring(CAST(:key AS bytea), 1, 8) AND parent = :key
+        UNION ALL
+        SELECT b.key, b.depth FROM below p JOIN kv_block b
+            ON substring(b.parent, 1, 8) = substring(p.key, 1, 8) AND b.parent = p.key AND b.depth = p.depth + 1
+    )"""
+
+COUNT_DESCENDANTS = text(f"{_BELOW} SELECT count(*) FROM (SELECT FROM below LIMIT {MAX_DESCENDANTS}) AS counted")
+"""How many blocks continue ``:key``, directly or not; at most ``MAX_DESCENDANTS``."""
+
+DESCENDANTS = text(f"""{_BELOW}, some AS (SELECT key FROM below LIMIT :limit)
+    SELECT {_BLOCK} FROM some JOIN kv_block b USING (key) {_STORY} ORDER BY b.depth""")
+"""The blocks that continue ``:key``, nearest first."""
+
+COPIES = text("""
+    SELECT c.key, c.worker, c.incarnation, c.tier, c.stored_at, c.origin, c.source, c.left_at AS evicted_at,
+        coalesce(c.left_why, '') AS why
+    FROM (SELECT c.*, l.worker, l.incarnation, w.left_at, w.why AS left_why FROM kv_copy c JOIN life l USING (life)
+          LEFT JOIN worker w ON w.worker = l.worker AND w.incarnation = l.incarnation) AS c
+    WHERE c.key = ANY(CAST(:keys AS bytea[]))
+    ORDER BY c.stored_at, c.worker, c.incarnation, c.tier
+""")
+"""Copies of ``:keys`` that were not evicted; the end of a worker's life ends its copies."""
+
+ENDED_COPIES = text("""
+    SELECT e.key, l.worker, l.incarnation, e.tier, e.stored_at, e.origin, e.source, e.evicted_at, e.why
+    FROM kv_evicted e JOIN life l USING (life)
+    WHERE substring(e.key, 1, 8) = ANY(CAST(:heads AS bytea[])) AND e.key = ANY(CAST(:keys AS bytea[]))
+        AND e.stored_at IS NOT NULL
+    ORDER BY e.stored_at, l.worker, l.incarnation, e.tier LIMIT :limit
+""")
+"""Copies of ``:keys`` that were; ``:heads`` are the keys' first eight bytes."""
+
+USABLE = text("SELECT key, worker, tier FROM kv_usable WHERE key = ANY(CAST(:keys AS bytea[]))")
+"""Where ``:keys`` are now."""
+
+# A subquery with a limit is never turned into a join: blocks are walked in the order asked for, and the walk ends
+# with the limit, whatever the planner believes about the tables.
+_LIVE = """(SELECT true FROM kv_usable c
+    WHERE c.key = b.key AND (CAST(:worker AS text) = '' OR c.worker = :worker) LIMIT 1)"""
+_EVER = """(CAST(:worker AS text) = '' OR (SELECT true FROM kv_usable c
+    WHERE c.key = b.key AND c.worker = :worker LIMIT 1) OR (SELECT true FROM kv_evicted e JOIN life l USING (life)
+    WHERE substring(e.key, 1, 8) = substring(b.key, 1, 8) AND e.key = b.key AND l.worker = :worker LIMIT 1))"""
+_TENANT = "(CAST(:tenant AS text) = '' OR b.tenant = :tenant)"
+_FROM = {
+    "recent": "kv_block b LEFT JOIN kv_use u ON u.key = b.key",
+    "hot": "kv_use u JOIN kv_block b ON b.key = u.key",
+    "deep": "kv_block b LEFT JOIN kv_use u ON u.key = b.key",
+}
+_ORDERS = {
+    "recent": "b.created_at DESC, b.depth DESC, b.key",
+    "hot": "u.heat DESC, u.hits DESC, u.last_used_at DESC, b.depth, b.key",
+    "deep": "b.depth DESC, b.created_at DESC, b.key",
+}
+
+BLOCKS = {
+    (order, everything): text(f"""
+        SELECT {_BLOCK} FROM {_FROM[order]} LEFT JOIN cache_spec s ON s.digest = b.spec
+        WHERE {_TENANT} AND {_EVER if everything else _LIVE} ORDER BY {by} LIMIT :limit""")
+    for order, by in _ORDERS.items() for everything in (False, True)
+}
+"""Blocks by (order, whether also those without a live copy); the hot ones are those reused at all."""
+
+COUNT_BLOCKS = {
+    **{(order, True): text(f"SELECT count(*) FROM {_FROM[order]} WHERE {_TENANT} AND {_EVER}") for order in _ORDERS},
+    **{(order, False): text(f"""
+        SELECT count(DISTINCT c.key) FROM kv_usable c JOIN kv_block b ON b.key = c.key
+        WHERE {_TENANT} AND (CAST(:worker AS text) = '' OR c.worker = :worker)
+            {"AND EXISTS (SELECT FROM kv_use u WHERE u.key = c.key)" if order == "hot" else ""}""")
+       for order in _ORDERS},
+}
+"""How many blocks :data:`BLOCKS` would list without its limit."""
+
+ABOUT_BLOCKS = text("SELECT greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = 'kv_block'::regclass")
+"""About how many blocks there are; costs nothing."""
+
+HOT = text(f"""
+    WITH RECURSIVE hot AS MATERIALIZED (
+        SELECT b.key, b.parent, b.depth FROM kv_use u JOIN kv_block b ON b.key = u.key
+        LEFT JOIN cache_spec s ON s.digest = b.spec
+        WHERE {_TENANT} AND (CAST(:model AS text) = '' OR s.model = :model)
+        ORDER BY u.heat DESC, u.hits DESC, b.depth, b.key LIMIT :limit
+    ), tree AS (
+        SELECT key, parent, depth FROM hot
+        UNION
+        SELECT b.key, b.parent, b.depth FROM tree t JOIN kv_block b ON b.key = t.parent AND b.depth = t.depth - 1
+    )
+    SELECT {_BLOCK} FROM tree JOIN kv_block b USING (key) {_STORY} ORDER BY b.depth
+""")
+"""The blocks reused most, with all that they continue."""
+
+TOTALS = text("""
+    SELECT (SELECT count(*) FROM kv_block) AS blocks,
+        live.blocks AS live_blocks, live.replicas AS live_replicas, live.nbytes AS live_bytes,
+        asked.requests, asked.prompt_tokens, asked.hit_tokens
+    FROM (SELECT count(*) AS blocks, coalesce(sum(copies), 0)::bigint AS replicas, coalesce(sum(nbytes), 0) AS nbytes
+          FROM (SELECT count(*) AS copies, sum(nbytes) AS nbytes FROM kv_usable GROUP BY key) AS held) AS live,
+         (SELECT count(*) AS requests, coalesce(sum(prompt_tokens), 0) AS prompt_tokens,
+                 coalesce(sum(hit_tokens), 0) AS hit_tokens FROM request_done) AS asked
+""")
+
+WORKER_TOTALS = text("""
+    WITH held AS MATERIALIZED (
+        SELECT life, count(*) AS blocks, sum(nbytes) AS nbytes FROM kv_copy GROUP BY life
+    ), latest AS (
+        SELECT DISTINCT ON (worker) * FROM worker ORDER BY worker, started_at DESC NULLS LAST
+    )
+    SELECT w.worker, w.role, w.state, coalesce(h.blocks, 0) AS blocks, coalesce(h.nbytes, 0) AS nbytes
+    FROM latest w LEFT JOIN life l ON l.worker = w.worker AND l.incarnation = w.incarnation AND w.left_at IS NULL
+    LEFT JOIN held h ON h.life = l.life ORDER BY w.worker
+""")
+"""What the latest life of each worker holds."""
+
+_EVICTED = f"""
+    FROM kv_evicted e JOIN life l ON l.life = e.life LEFT JOIN kv_block b ON b.key = e.key
+    WHERE e.evicted_at >= :since AND (CAST(:worker AS text) = '' OR l.worker = :worker)
+        AND (CAST(:why AS text) = '' OR e.why = :why) AND {_TENANT}"""
+
+EVICTIONS = text(f"""
+    SELECT e.evicted_at, e.key, coalesce(b.depth, -1) AS depth, coalesce(b.tenant, '') AS tenant, l.worker,
+        l.incarnation, e.tier, e.why, coalesce(e.nbytes, b.nbytes, 0) AS nbytes, e.stored_at, e.origin, e.request
+    {_EVICTED} ORDER BY e.evicted_at DESC, e.key LIMIT :limit
+""")
+"""Ended copies, the latest first."""
+
+KEY_EVICTIONS = text(EVICTIONS.text.replace(
+    "WHERE e.evicted_at", "WHERE substring(e.key, 1, 8) = substring(CAST(:key AS bytea), 1, 8) AND e.key = :key "
+                          "AND e.evicted_at"))
+"""The same of one block."""
+
+EVICTION_GROUPS = text(f"""
+    SELECT l.worker, e.tier, e.why, count(*) AS blocks, coalesce(sum(e.nbytes), 0) AS nbytes,
+        extract(epoch FROM avg(e.evicted_at - e.stored_at))::float8 AS held_s
+    {_EVICTED} GROUP BY l.worker, e.tier, e.why ORDER BY blocks DESC, l.worker, e.tier, e.why LIMIT :limit
+""")
+"""Who evicted how much and why, since ``:since``."""
+
+_SINCE = "r.received_at >= :since"
+
+_REUSE_BY = {
+    "tenant": "r.tenant", "model": "r.model", "day": "to_char(r.received_at AT TIME ZONE 'UTC', 'YYYY-MM-DD')"}
+
+REUSE = {by: text(f"""
+    SELECT {name} AS name, count(*) AS requests, sum(r.prompt_tokens) AS prompt_tokens,
+        sum(r.hit_tokens) AS hit_tokens, sum(r.predicted_hit_tokens) AS predicted_hit_tokens,
+        sum(r.completion_tokens) AS completion_tokens, avg(r.ttft_s) AS ttft_s
+    FROM request_done r WHERE {_SINCE} GROUP BY 1
+    ORDER BY {"1 DESC" if by == "day" else "sum(r.hit_tokens) DESC, 1"} LIMIT :limit""")
+    for by, name in _REUSE_BY.items()}
+"""Prompt tokens and how many of them were not computed, since ``:since``."""
+
+REQUESTS = text(f"""
+    SELECT r.* FROM request_done r
+    WHERE {_SINCE} AND (CAST(:tenant AS text) = '' OR r.tenant = :tenant)
+        AND (CAST(:model AS text) = '' OR r.model = :model)
+        AND (CAST(:outcome AS text) = '' OR r.outcome = :outcome OR r.code = :outcome)
+        AND (CAST(:worker AS text) = '' OR r.prefill = :worker OR r.decode = :worker)
+    ORDER BY r.received_at DESC, r.request LIMIT :limit
+""")
+"""Requests, the latest first."""
+
+REQUEST = text("""
+    SELECT * FROM request_done r WHERE r.request >= :low AND r.request < :high ORDER BY r.request LIMIT 2
+""")
+"""Requests with a prefix; two are enough to know that it is not unique."""
+
+STORAGE = text("""
+    SELECT date_bin(make_interval(secs => :step_s), at, '2000-01-01Z') AS at, worker, tier,
+        round(avg(blocks))::bigint AS blocks, round(avg(nbytes))::bigint AS nbytes
+    FROM storage_sample WHERE at >= :since AND (CAST(:worker AS text) = '' OR worker = :worker)
+    GROUP BY 1, 2, 3 ORDER BY 1, 2, 3 LIMIT :limit
+""")
+"""What workers held, averaged over steps of time."""
