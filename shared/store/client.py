@@ -27,11 +27,12 @@ from shared.store.client_core import Core, Hold
 from shared.store.client_directory import Directory, submit
 from shared.store.client_doors import BROKEN, Call, Doors, Gone
 from shared.store.client_errors import BadKey, BatchTooLarge, NoStore, StoreTimeout, WrongSize
-from shared.store.client_memory import Buffer, Part
+from shared.store.client_memory import Buffer, Bytes, Part
 from shared.store.door_frames import Block
 from shared.store.door_line import Late
 from shared.transfer import TransferSettings, host_id
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.native import find_native
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,16 @@ class _Calls:
         self._root = root_key(spec, tenant)
         self._nbytes = spec.block_bytes
         self._name = client
+        self._native = find_native(settings)
+        if self._native is not None:
+            self._native.start(client)
         self._doors = Doors(
             lambda seat, timeout_s, anew: submit(
                 loop, directory.door(seat.worker, seat.incarnation, timeout_s=timeout_s, anew=anew),
                 timeout_s=timeout_s + 0.5),
-            client=client, incarnation=incarnation, host=host, spec=spec.digest, tenant=tenant, paths=settings.paths)
-        self._core = Core(spec, directory.map, self._doors)
+            client=client, incarnation=incarnation, host=host, spec=spec.digest, tenant=tenant, paths=settings.paths,
+            native=self._native)
+        self._core = Core(spec, directory.map, self._doors, _plain_copy if self._native is None else self._native.copy)
         directory.on_tick = self._doors.tidy
         self._buffers: dict[int, Buffer] = {}
         self._pins: set[_Kept] = set()
@@ -197,6 +202,8 @@ class _Calls:
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()
+        if self._native is not None:
+            self._native.close()
 
 
 class _Kept:
@@ -446,6 +453,11 @@ def _make(kind: type[C], nats_url: str, spec: CacheSpec, *, loop: asyncio.Abstra
                           credentials=credentials)
     return kind(spec, directory, loop, settings, client=client, incarnation=incarnation, host=host,
                 tenant=tenant), directory
+
+
+def _plain_copy(to: Bytes, source: Bytes, length: int, count: int, stride: int) -> None:
+    """One part, as :attr:`Native.copy` does it."""
+    np.copyto(to[:length], source[:length])
 
 
 def _loose(value: bytes | bytearray | memoryview) -> Part:

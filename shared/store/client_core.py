@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-import numpy as np
 
 from shared.ids import BlockKey, WorkerId
 from shared.kv import CacheSpec
@@ -27,7 +24,7 @@ from shared.store.client_errors import (
     StoreTimeout,
 )
 from shared.store.client_map import Seat, Whereabouts
-from shared.store.client_memory import Part
+from shared.store.client_memory import Bytes, Part
 from shared.store.door_line import Closed, Late
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.ledger import checksum
@@ -38,13 +35,15 @@ WINDOW = 2
 """Questions of one batch that are not answered yet."""
 MAX_ASKED = 4
 """Workers that are asked for a value which nobody is known to have."""
-T = TypeVar("T")
+Copy = Callable[[Bytes, Bytes, int, int, int], None]
+"""To, from, length, count, stride: see :attr:`shared.transfer.native.Native.copy`."""
 
 
 class Core:
     """Thread-safe."""
 
-    def __init__(self, spec: CacheSpec, whereabouts: Whereabouts, doors: Doors) -> None:
+    def __init__(self, spec: CacheSpec, whereabouts: Whereabouts, doors: Doors, copy: Copy) -> None:
+        self._copy = copy
         self._spec, self._map, self._doors = spec, whereabouts, doors
         self._nbytes = spec.block_bytes
 
@@ -300,7 +299,7 @@ class Core:
             nbytes, memory = self._nbytes, visit.memory.array
             for part, slot in zip(parts, reply.slots, strict=True):
                 if slot != frames.MISSING:
-                    np.copyto(part.array, memory[slot * nbytes:(slot + 1) * nbytes])
+                    self._copy(part.array, memory[slot * nbytes:(slot + 1) * nbytes], nbytes, 1, 0)
             # In this order: its owner ends the stream before it takes a loan back.
             if host_clock_s() > reply.until_s or visit.line.hung_up():
                 raise Closed

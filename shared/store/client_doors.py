@@ -16,6 +16,7 @@ from shared.store.client_map import Seat
 from shared.store.client_memory import Part
 from shared.store.door_line import Closed, Late, Line
 from shared.transfer.addresses import host_clock_s, split_address
+from shared.transfer.native import Native
 from shared.transfer.segment import MappedSegment
 from shared.transfer.shm import connect_unix
 from shared.transfer.tcp import LOCAL_QUEUE_BYTES
@@ -109,7 +110,8 @@ class Doors:
     """The pool. Thread-safe."""
 
     def __init__(self, find: FindDoor, *, client: str, incarnation: Incarnation, host: HostId, spec: SpecDigest,
-                 tenant: str, paths: Sequence[str]) -> None:
+                 tenant: str, paths: Sequence[str], native: Native | None) -> None:
+        self._native = native
         self._find = find
         self._client, self._incarnation, self._host = client, incarnation, host
         self._spec, self._tenant, self._paths = spec, tenant, paths
@@ -231,7 +233,7 @@ class Doors:
         except BaseException:
             line.close()
             raise
-        line.expects_no_descriptors()
+        line.hasten(self._native, takes_descriptors=False)
         return Visit(line, seat, door, local, reply.proofs, memory, serves, reply.inline_bytes)
 
     def _map(self, seat: Seat, line: Line) -> MappedSegment:
@@ -243,5 +245,5 @@ class Doors:
             if key not in self._memory:
                 for former in [former for former in self._memory if former[0] == seat.worker]:
                     del self._memory[former]  # calls that still copy out of it hold it themselves
-                self._memory[key] = MappedSegment(line.descriptors.popleft())
+                self._memory[key] = MappedSegment(line.descriptors.pop(0))
             return self._memory[key]

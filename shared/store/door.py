@@ -30,8 +30,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from shared.bus.bus import Bus, Delivery
 from shared.bus.subjects import DOOR
 from shared.clock import Clock
@@ -314,6 +312,7 @@ class Door:
         elif body.serves or not visit.local:
             self._loop.remove_reader(visit.line.fileno())
             visit.line.set_blocking()
+            visit.line.hasten(self._segment.native, takes_descriptors=True)
             if not visit.local and body.host == self._host:
                 visit.line.shorten_queues(LOCAL_QUEUE_BYTES)
             visit.thread = threading.Thread(target=self._move, args=(visit,), name=f"{self._worker}-{visit.id}",
@@ -531,11 +530,10 @@ class Door:
     def _copy(self, visit: _Visit, ask: frames.Put, slots: Sequence[int]) -> tuple[str, str] | None:
         """Fills private ``slots``; code and reason when what is there now cannot be believed. Thread or loop."""
         for i, slot in enumerate(slots):
-            landing = self._bytes(slot)
             if ask.sources:
-                np.copyto(landing, self._source(visit, ask.sources[i]))
+                self._segment.write(slot * self._block_bytes, self._source(visit, ask.sources[i]))
             else:
-                visit.line.receive_into(landing.data)
+                visit.line.receive_into(self._bytes(slot).data)
         wrong = [i for i, sum in enumerate(ask.checksums) if checksum(self._bytes(slots[i])) != sum]
         if wrong:
             return "checksum", f"value {wrong[0]} came with other bytes than were sent"
@@ -577,7 +575,7 @@ class Door:
             if not visit.line.descriptors or len(visit.sources) >= 64:
                 raise frames.FrameError(f"memory {serial} came without a descriptor, or is one of too many")
             try:
-                visit.sources[serial] = MappedSegment(visit.line.descriptors.popleft())
+                visit.sources[serial] = MappedSegment(visit.line.descriptors.pop(0))
             except (OSError, ValueError, OverflowError) as error:
                 raise frames.FrameError(f"memory {serial} cannot be mapped: {error}") from error
 

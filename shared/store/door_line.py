@@ -7,12 +7,15 @@ import os
 import select
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shared.store import door_frames as frames
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.native import Native
+
+if TYPE_CHECKING:
+    from shared.transfer._native import Stream
 
 READ_AHEAD_BYTES = 64 << 10
 _ROOM = socket.CMSG_SPACE(16 * array.array("i").itemsize)
@@ -35,6 +38,7 @@ class Line:
         self._sock = sock
         self._decode = decode
         self._takes_descriptors = sock.family == socket.AF_UNIX
+        self._stream: Stream | None = None
         self._deadline_s: float | None = None
         self._patience_s = 0.0
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
@@ -42,7 +46,7 @@ class Line:
         """``_ahead[_low:_high]`` was read and not used yet."""
         self._hang_up = select.poll()
         self._hang_up.register(sock, select.POLLRDHUP)
-        self.descriptors: deque[int] = deque()
+        self.descriptors: list[int] = []
         """Received and not taken by a frame yet; ours."""
 
     def fileno(self) -> int:
@@ -65,9 +69,11 @@ class Line:
         """After an event loop has watched it, which makes it non-blocking."""
         self._sock.setblocking(True)
 
-    def expects_no_descriptors(self) -> None:
-        """From now on."""
-        self._takes_descriptors = False
+    def hasten(self, native: Native | None, *, takes_descriptors: bool) -> None:
+        """From here on what receives looks for bytes before it sleeps, where that can be had."""
+        self._takes_descriptors = takes_descriptors and self._takes_descriptors
+        if native is not None:
+            self._stream = native.stream(self._sock.fileno())
 
     def set_idle(self) -> None:
         """No deadline: waits for the other side for as long as it takes."""
@@ -160,6 +166,12 @@ class Line:
         self._high += received
 
     def _receive(self, view: memoryview, flags: int) -> int:
+        if self._stream is not None and not flags & socket.MSG_DONTWAIT:
+            if not self._takes_descriptors:
+                return self._try(self._stream.receive, view, flags)
+            received = self._try(self._stream.receive, view, flags, self.descriptors)
+            self._check_descriptors()
+            return received
         if not self._takes_descriptors:
             return self._try(self._sock.recv_into, view, len(view), flags)
         received, ancillary, _, _ = self._try(self._sock.recvmsg_into, [view], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
@@ -168,9 +180,12 @@ class Line:
                 descriptors = array.array("i")
                 descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
                 self.descriptors.extend(descriptors)
+        self._check_descriptors()
+        return int(received)
+
+    def _check_descriptors(self) -> None:
         if len(self.descriptors) > _MAX_DESCRIPTORS:
             raise frames.FrameError(f"{len(self.descriptors)} descriptors came that no frame has spoken of")
-        return int(received)
 
     def _take(self, nbytes: int) -> memoryview:
         self._low += nbytes
@@ -208,7 +223,7 @@ class Line:
         """Releases the descriptors; call it once nobody uses the connection. Idempotent."""
         self._sock.close()
         while self.descriptors:
-            os.close(self.descriptors.popleft())
+            os.close(self.descriptors.pop())
 
 
 def _rest(parts: list[memoryview], nbytes: int) -> list[memoryview]:
