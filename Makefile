@@ -36,6 +36,9 @@ test: $(STAMP)  ## Run all tests
 test-unit: $(STAMP)  ## Run the tests that do no I/O
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
+test-soak: $(STAMP)  ## Take Postgres away for two minutes, NATS and a store-manager too, and compare catalog and workers
+	@$(BIN)/python -m tests.support.outages --seconds 120
+
 test-rdma: $(STAMP)  ## Run the RDMA tests: they boot a machine with a Soft-RoCE device in QEMU
 	@$(BIN)/python -m pytest tests/rdma $(ARGS)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.store_manager.leadership import Leadership
 from services.store_manager.planning import PlannerShell
+from services.store_manager.reconcile import Reconciler
 from services.store_manager.settings import Settings
 from services.store_manager.shell import DATABASE_CONNECTIONS, StoreManagerShell
 from shared.bus.nats import NatsBus
@@ -40,7 +41,10 @@ def main(overrides: Mapping[str, Any]) -> int:
             await require_schema(database)
             await bus.ensure(STREAMS, (consumer,))
             clock = SystemClock()
-            shell = StoreManagerShell(settings, bus, Catalog(database), consumer, clock, name)
+            catalog = Catalog(database, settings.retention())
+            reconciler = Reconciler(bus, catalog, clock, timeout_s=settings.sync_timeout_s,
+                                    patience_s=settings.gap_delay_s)
+            shell = StoreManagerShell(settings, bus, catalog, reconciler, consumer, clock, name)
             planner = PlannerShell(settings, bus, clock, name)
             leadership = Leadership(bus, clock, name, settings.lease_s, (shell.lead, planner.driver.feed))
             planner.leadership = leadership

@@ -37,8 +37,8 @@ class Settings(CatalogSettings, frozen=True, kw_only=True):
         description="Longest time one catalog query may take.", gt=0, extra=SECONDS)] = 10.0
 
     maintain_s: Annotated[float, Meta(
-        description="Pause between two rounds of the catalog's upkeep: partitions, retention.",
-        gt=0, extra=SECONDS)] = 300.0
+        description="Pause between two rounds of the catalog's upkeep: partitions, retention, samples.",
+        gt=0, extra=SECONDS)] = 60.0
     lease_s: Annotated[float, Meta(
         description="Silence of the leading store-manager after which another one leads.", ge=0.5, extra=SECONDS)] = 2.5
     map_blocks: Annotated[int, Meta(description="Blocks of the replica map; further ones are not planned for.", ge=1)] = 2_000_000

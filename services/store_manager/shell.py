@@ -19,6 +19,7 @@ from services.store_manager.core.events import (
     FetchFailed,
     Led,
     Maintained,
+    MaintainFailed,
     Marked,
     MarkFailed,
     Reconciled,
@@ -30,8 +31,8 @@ from services.store_manager.core.events import (
     Written,
 )
 from services.store_manager.core.machine import Event, StoreManager
-from services.store_manager.inventory import ask_inventory
 from services.store_manager.queries import QUERIES, Queries
+from services.store_manager.reconcile import Reconciler
 from services.store_manager.settings import Settings
 from shared.bus.bus import Bus, Delivery, Durable
 from shared.bus.streams import Consumer
@@ -68,11 +69,12 @@ _tracer = trace.get_tracer("moonbus.store-manager")
 class StoreManagerShell:
     """Open it once the catalog and the stream are there; it keeps the catalog until closed."""
 
-    def __init__(self, settings: Settings, bus: Bus, catalog: Catalog, consumer: Consumer, clock: Clock,
-                 name: str) -> None:
+    def __init__(self, settings: Settings, bus: Bus, catalog: Catalog, reconciler: Reconciler, consumer: Consumer,
+                 clock: Clock, name: str) -> None:
         self._settings, self._bus, self._catalog, self._consumer = settings, bus, catalog, consumer
+        self._reconciler = reconciler
         self._clock, self._name = clock, name
-        self._queries = Queries(bus, catalog, consumer, timeout_s=settings.query_timeout_s)
+        self._queries = Queries(bus, catalog, consumer, clock, timeout_s=settings.query_timeout_s)
         #: {position in the stream: message}; what the machine holds or is about to be told of, in its latest delivery
         self._held: dict[int, Durable] = {}
         #: {position in the stream: message}; what is over and not yet acknowledged. A position may be in both: the
@@ -162,7 +164,7 @@ class StoreManagerShell:
                                  "moonbus.requests": written.requests})
         ended_s = self._clock.wall()
         metrics.STORE_WRITE_SECONDS.observe(ended_s - began_s)
-        for table, rows in (("kv_block", written.blocks), ("kv_replica", written.replicas),
+        for table, rows in (("kv_block", written.blocks), ("kv_copy", written.replicas),
                             ("request", written.requests)):
             metrics.STORE_ROWS.labels(table=table).inc(rows)
         for delivery in deliveries:
@@ -197,9 +199,7 @@ class StoreManagerShell:
     async def _reconcile(self, effect: do.Reconcile) -> Event:
         worker, incarnation = effect.life
         try:
-            inventory = await ask_inventory(self._bus, WorkerId(worker), Incarnation(incarnation),
-                                            timeout_s=self._settings.sync_timeout_s)
-            repaired = await self._catalog.reconcile(inventory, now_s=self._clock.wall())
+            repaired = await self._reconciler.compare(WorkerId(worker), Incarnation(incarnation))
         except NoResponders as error:
             return ReconcileFailed(str(error), gone=True)
         except (BusError, Unavailable, Unwritable) as error:
@@ -222,6 +222,14 @@ class StoreManagerShell:
         return Marked()
 
     async def _maintain(self, effect: do.Maintain) -> Event:
+        try:
+            done = await self._catalog.maintain(now_s=self._clock.wall())
+        except (Unavailable, Unwritable) as error:
+            return MaintainFailed(str(error))
+        if done.partitions_made or done.partitions_dropped or done.blocks_forgotten or done.lives_forgotten:
+            _log.info("catalog_kept", extra={"fields": {
+                "partitions_made": done.partitions_made, "partitions_dropped": done.partitions_dropped,
+                "blocks_forgotten": done.blocks_forgotten, "lives_forgotten": done.lives_forgotten}})
         return Maintained()
 
     async def _call_roll(self, effect: do.CallRoll) -> None:

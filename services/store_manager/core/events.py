@@ -94,7 +94,9 @@ class MarkFailed(msgspec.Struct, frozen=True):
 
 
 class Maintained(msgspec.Struct, frozen=True):
-    """A ``Maintain`` is done."""
+    """A ``Maintain`` is done; ``more`` when there is more to do at once."""
+
+    more: bool = False
 
 
 class MaintainFailed(msgspec.Struct, frozen=True):

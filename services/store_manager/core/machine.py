@@ -94,7 +94,7 @@ class Policy:
     """From a hole in a worker's news to the comparison: most holes are news still under way."""
     suspect_after_s: float = 2.0
     dead_after_s: float = 8.0
-    maintain_s: float = 300.0
+    maintain_s: float = 60.0
     """Pause between two rounds of the catalog's upkeep."""
 
 
@@ -187,6 +187,8 @@ class StoreManager:
                 self._became(False, event.why, out)
             case Maintained() | MaintainFailed():
                 self._maintaining = False
+                if isinstance(event, Maintained) and event.more:
+                    self._maintain_at_s = now + self.policy.retry_first_s
                 self._became(isinstance(event, Maintained), getattr(event, "why", ""), out)
             case Hello():
                 self._follow(self._membership.hello(event, now=now), out, now)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.store_manager.reconcile import Reconciler
 from services.store_manager.settings import Settings
 from services.store_manager.shell import StoreManagerShell
 from shared.bus.bus import Delivery, Durable
@@ -74,8 +75,9 @@ class SlowCatalog(Catalog):
 async def deliver_again_as_the_write_ends(*, refuses: bool) -> None:
     end, again = asyncio.Event(), asyncio.Event()
     async with TwiceBus(again) as bus:
-        catalog = SlowCatalog(end, refuses)
-        shell = StoreManagerShell(Settings(), bus, catalog, CATALOG_CONSUMER, SystemClock(), "s")
+        catalog, clock = SlowCatalog(end, refuses), SystemClock()
+        reconciler = Reconciler(bus, catalog, clock, timeout_s=1.0, patience_s=1.0)
+        shell = StoreManagerShell(Settings(), bus, catalog, reconciler, CATALOG_CONSUMER, clock, "s")
         async with shell.open() as running:
             await eventually(lambda: catalog.writes == 1 and len(bus.copies) == 1)
             end.set()
