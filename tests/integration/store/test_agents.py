@@ -196,6 +196,31 @@ async def test_a_disk_that_takes_nothing_costs_only_its_blocks(
         assert await one.recall(make_chain("b", 8)) == 8
 
 
+async def test_a_disk_that_fails_from_the_start_leaves_a_worker_without_one(
+        nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    chain = make_chain("a", 4)
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
+        one.put(chain)
+        await eventually(lambda: on_ssd(one, chain) == 4)
+    async with open_holder(nats_url, "w1", files=FaultyFiles(read_errno=errno.EIO), ssd=ssd(tmp_path)) as one:
+        assert one.agent.ssd is None
+        one.put(chain)
+        await eventually(lambda: one.announced == one.held and len(one.held) == 4)
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
+        assert await one.recall(chain) == 4
+
+
+async def test_an_end_is_not_held_up_by_a_disk(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    files = FaultyFiles()
+    async with open_holder(nats_url, "w1", files=files, ssd=ssd(tmp_path)) as one:
+        files.gate.clear()
+        one.put(make_chain("a", 4))
+        await eventually(lambda: files.entered.acquire(blocking=False), "the copy stands still")
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10.0
+    files.gate.set()
+
+
 async def test_a_real_limit_on_the_files_size(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
     """What fits is used, blocks replace each other beyond it, and nothing fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
