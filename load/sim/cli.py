@@ -60,7 +60,7 @@ PolicyName = Annotated[str, typer.Option("--policy", help=f"One of {', '.join(PO
 AdmissionName = Annotated[str, typer.Option("--admission", help=(
     f"One of {', '.join(ADMISSIONS)}; {OURS} goes by its own rules unless it is none."))]
 Queue = Annotated[str, typer.Option(help=f"Order in prefill queues, one of {', '.join(DISCIPLINES)}; unless given "
-                                         f"aged for {OURS} and fcfs for others.")]
+                                         f"aged for {OURS} and fcfs for others; aged:0.1 sets what waiting counts.")]
 RateScale = Annotated[float, typer.Option(help="2 sends twice as fast as the trace did.")]
 TtftSlo = Annotated[str, typer.Option(help="Bound on TTFT: like 30s, or 1s+3x for a second and three times the "
                                            "prompt's own uncached prefill.")]
@@ -153,16 +153,21 @@ def compare_command(
                       ssd_tokens=ssd_tokens, admission=admission, queue=queue, ttft_slo=ttft_slo,
                       tbt_slo_s=_seconds("--tbt-slo", tbt_slo), seed=seed)
     page, data = Page(title="Policies side by side", facts=_facts(base)), []
+    names, columns = policy or list(POLICIES), {}
     for path in trace:
         read = load_trace(path, limit=limit, block_tokens=block_tokens)
         for rate in rate_scale or [1.0]:
             results: dict[str, Result] = {}
-            for name in policy or POLICIES:
+            for name in names:
                 with _progress(f"{read.name} {rate:g}x {name}") as bar:
                     results[name] = simulate(read, changed(base, policy=name, rate_scale=rate), progress=bar)
+            columns[f"{label(read.name)} {rate:g}x"] = results
             page.tables.append(_summary_table(results, title=f"{label(read.name)} at {rate:g}x"))
             page.figures[f"{read.name}-{rate:g}"] = (f"{label(read.name)} at {rate:g}x", figures.distributions(results))
             data += [run_data(result) for result in results.values()]
+    page.tables.insert(0, Table("Mean TTFT, s / inside both bounds", ("policy", *columns), [
+        (name, *(f"{results[name].summary.ttft_s.mean:.2f} / {results[name].summary.slo_share:.1%}"
+                 for results in columns.values())) for name in names]))
     _finish(out, "compare", page, {"runs": data}, json)
 
 

@@ -26,7 +26,7 @@ from shared.units import parse_seconds
 
 DISCIPLINES = ("fcfs", "srpt", "aged", "fair")
 AGING = 0.05
-"""Of ``aged``: a prompt that waits 20 s longer may take 1 s more of computing."""
+"""Of ``aged``, unless it is given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
 _STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9.]+)\s*x")
@@ -139,19 +139,29 @@ def simulate(trace: Trace, options: RunOptions, *, progress: Progress | None = N
 
 def discipline_of(options: RunOptions, profile: NodeProfile) -> Discipline:
     """The order of the prefill queues: others' policies are run as published, first come, first served."""
-    name = options.queue or ("aged" if options.policy == OURS else "fcfs")
+    name, _, amount = (options.queue or ("aged" if options.policy == OURS else "fcfs")).partition(":")
     match name:
         case "fcfs":
             return fcfs()
         case "srpt":
             return srpt()
         case "aged":
-            return aged(AGING)
+            return aged(_aging(amount) if amount else AGING)
         case "fair":
             objective = options.objective()
             return fair(slack_s=objective.ttft_s, stretch=objective.stretch,
                         whole_s=lambda job: profile.prefill_s(job.num_tokens))
     raise UserError(f"there is no queue {name}; there are {', '.join(DISCIPLINES)}")
+
+
+def _aging(text: str) -> float:
+    try:
+        aging = float(text)
+    except ValueError:
+        aging = -1.0
+    if aging < 0:
+        raise UserError(f"--queue aged:{text}: expected a number that is not negative, like aged:0.1")
+    return aging
 
 
 def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from load.sim import paper
 from load.sim.cli import app, label
 from shared.errors import UserError
 from tests.unit.sim.builders import profile_file, quick
@@ -66,6 +67,32 @@ def test_compare_and_knee_leave_their_page(command: list[str], tmp_path: Path) -
     assert result.exit_code == 0, (result.output, result.exception)
     assert "synthetic stand-in" in (tmp_path / "out" / "report.html").read_text()
     assert json.loads((tmp_path / "out" / "result.json").read_text())
+
+
+def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path) -> None:
+    for name in paper.TRACES:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({
+            "timestamp": 500 * i, "input_length": 2000, "output_length": 4, "hash_ids": [0, 1, 2, 3 + i]}) + "\n"
+            for i in range(6)))
+    parts = [argument for part in paper.PARTS if part != "grid" for argument in ("--part", part)]
+    result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), *parts, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, (result.output, result.exception)
+    numbers = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert numbers.keys() == set(paper.PARTS) - {"grid"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "19.6" in page and "3589" in page
+    assert (tmp_path / "out" / "figures" / "fig5.png").exists()
+    result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), "--part", "fig99"])
+    assert isinstance(result.exception, UserError) and "there are fig5" in str(result.exception)
+
+
+def test_the_grid_of_long_contexts_has_half_of_each_prompt_shared() -> None:
+    trace = paper.grid_trace(16_000)
+    assert len(trace.arrivals[0].hash_ids) == 32 and {len(set(one.hash_ids)) for one in trace.arrivals} == {32}
+    first, shared = trace.arrivals[0].hash_ids[0], trace.arrivals[0].hash_ids[15]
+    same = [one for one in trace.arrivals if one.hash_ids[0] == first]
+    assert len(same) > 1 and all(one.hash_ids[15] == shared for one in same)
+    assert len({one.hash_ids[16] for one in trace.arrivals}) == len(trace.arrivals)
 
 
 def test_the_stand_in_is_called_one() -> None:

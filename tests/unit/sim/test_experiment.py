@@ -153,6 +153,7 @@ def test_a_trace_can_be_repeated_with_fresh_ids(tmp_path: Path) -> None:
     ({"decode": 0}, "--decode is 0"),
     ({"policy": "fastest"}, "there is no policy fastest; there are random"),
     ({"admission": "maybe"}, "there is no admission maybe"),
+    ({"queue": "aged:much"}, "--queue aged:much: expected a number"),
     ({"queue": "lifo"}, "there is no queue lifo"),
     ({"rate_scale": 0.0}, "--rate-scale is 0; expected a number above 0"),
     ({"ttft_slo": "soon"}, "--ttft-slo: 'soon' is not a duration"),
