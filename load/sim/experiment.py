@@ -26,7 +26,7 @@ from shared.units import parse_seconds
 
 DISCIPLINES = ("fcfs", "srpt", "aged", "fair")
 AGING = 0.05
-"""Of ``aged``, unless it is given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
+"""Of ``aged``, unless given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
 _STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9.]+)\s*x")
