@@ -22,6 +22,8 @@ from shared.transfer.types import Slice
 
 PIECE_BYTES = 8 << 20
 BATCH_BYTES = 8 << 20
+LOCAL_TCP_BATCH_BYTES = 32 << 20
+"""Of bytes that are neither proven nor spread over connections: nothing is gained by answers in between (measured)."""
 DEVICE_BATCH_BYTES = 64 << 20
 """Between GPUs 8 MB take no longer than asking for them."""
 STAGE_BYTES = 1 << 20

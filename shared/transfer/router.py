@@ -18,6 +18,7 @@ from shared.transfer.link import Link
 from shared.transfer.plan import (
     BATCH_BYTES,
     DEVICE_BATCH_BYTES,
+    LOCAL_TCP_BATCH_BYTES,
     MIN_SPREAD_BYTES,
     STAGE_BYTES,
     Batch,
@@ -128,6 +129,8 @@ class Router:
         elif choice.path == nvlink.PATH:
             batch_bytes = DEVICE_BATCH_BYTES
         proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)
+        if choice.path == tcp.PATH and peer.host == self.own.host and not proven:
+            batch_bytes = LOCAL_TCP_BATCH_BYTES
         return plan_batches(slices, join=not proven, strided=strided, batch_bytes=batch_bytes)
 
     def link(self, peer: Endpoint, choice: Choice) -> Link:
