@@ -258,7 +258,7 @@ class Core:
         return self._doors.take(call, seat, BYTES)
 
     def _stored(self, call: Call, visit: Visit, blocks: Sequence[frames.Block]) -> list[int]:
-        marks = self._marks_of(visit)
+        marks = self._marks_of(visit, visit.line.receive())
         for block, mark in zip(blocks, marks, strict=True):
             if mark != frames.Mark.ORPHAN:
                 self._map.learn(BlockKey(block.key), visit.seat.worker)
@@ -273,6 +273,10 @@ class Core:
         waiting: deque[int] = deque()
         found: list[bool] = []
         try:
+            if len(keys) <= size:
+                question = frames.Get(b"".join(keys), max(1, int(call.left_s() * 1e3)), visit.tell_done())
+                found = self._receive(visit, visit.exchange(call, question), parts)
+                starts.clear()
             while starts or waiting:
                 while starts and len(waiting) < WINDOW:
                     start = starts.popleft()
@@ -280,16 +284,15 @@ class Core:
                     visit.ask(call, frames.Get(b"".join(keys[start:start + size]), millis, visit.tell_done()))
                     waiting.append(start)
                 start = waiting.popleft()
-                found += self._receive(visit, parts[start:start + size])
+                found += self._receive(visit, visit.line.receive(), parts[start:start + size])
         except BaseException as error:
             self._doors.drop(call, visit)
             raise self._seen(call, error, found) from error
         self._doors.give_back(call, visit)
         return found
 
-    def _receive(self, visit: Visit, parts: Sequence[Part]) -> list[bool]:
-        """The answer to one GET."""
-        reply = visit.line.receive()
+    def _receive(self, visit: Visit, reply: object, parts: Sequence[Part]) -> list[bool]:
+        """The answer to one GET, and its values."""
         if isinstance(reply, frames.Denied):
             raise _refusal(visit, reply)
         if not isinstance(reply, frames.Found) or len(reply.slots) != len(parts):
@@ -328,13 +331,11 @@ class Core:
 
     def _answer(self, call: Call, visit: Visit, question: frames.Request) -> list[int]:
         try:
-            visit.ask(call, question)
-            return self._marks_of(visit)
+            return self._marks_of(visit, visit.exchange(call, question))
         except BROKEN as error:
             raise Gone(f"worker {visit.seat.worker}: {error or type(error).__name__}") from error
 
-    def _marks_of(self, visit: Visit) -> list[int]:
-        reply = visit.line.receive()
+    def _marks_of(self, visit: Visit, reply: object) -> list[int]:
         if isinstance(reply, frames.Denied):
             raise _refusal(visit, reply)
         if not isinstance(reply, frames.Marks):

@@ -80,6 +80,11 @@ class Visit:
         self.line.set_deadline(call.deadline_s)
         self.line.send(body, payload, descriptors)
 
+    def exchange(self, call: Call, body: frames.Request) -> object:
+        """Sends a question and hears its answer, when no other is under way."""
+        self.line.set_deadline(call.deadline_s)
+        return self.line.ask(body)
+
     def tell_done(self) -> int:
         """What the next question says of loans that are over."""
         done, self.done = self.done, 0

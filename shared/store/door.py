@@ -70,6 +70,7 @@ MAX_PINS = 1024
 """Pin operations of one connection."""
 _DRAIN_BYTES = 256 << 10
 _T = TypeVar("_T")
+_NO, _YES, _ORPHAN = int(frames.Mark.NO), int(frames.Mark.YES), int(frames.Mark.ORPHAN)
 _HITS, _MISSES, _PUTS = (metrics.STORE_DOOR_VALUES.labels(kind=kind) for kind in ("hit", "miss", "put"))
 
 
@@ -103,6 +104,10 @@ class _Visit:
     stock: deque[int] = field(default_factory=deque)
     """Private slots of :attr:`stock_operation`, for the thread to fill."""
     stocked_s: float = 0.0
+    news: list[StoredBlock] = field(default_factory=list)
+    """Stored, and not announced yet."""
+    over: deque[tuple[OperationId, int]] = field(default_factory=deque)
+    """Operations of puts that were answered, or will be in this turn of the loop, and their numbers of slots."""
     proofs: bool = False
     ended: bool = False
     inbox: deque[object] = field(default_factory=deque)
@@ -264,6 +269,7 @@ class Door:
                     self._end_loans(visit, body.done)
                 elif (reply := self._try_serve(visit, body)) is not None:
                     self._answer(visit, reply)
+                    self._follow_up(visit)
                 else:
                     self._loop.remove_reader(visit.line.fileno())
                     self._own(self._work_slowly(visit, body))
@@ -279,6 +285,7 @@ class Door:
             self._throw_out(visit, error)
             return
         self._answer(visit, reply)
+        self._follow_up(visit)
         if not visit.ended:
             self._loop.add_reader(visit.line.fileno(), self._hear, visit)
             self._work(visit)
@@ -448,9 +455,13 @@ class Door:
             raise frames.FrameError(f"{count} values of {self._block_bytes} bytes have no business on this connection")
         self._end_loans(visit, ask.done)
         self._attach(visit, ask.attached)
-        slots = self._try_allocate(visit, count)
-        if slots is None:
-            return None if ask.wait_ms else self._no_room(ask)
+        slots = _pop(visit.stock, count)
+        if len(slots) < count:
+            more = self._try_allocate(visit, count - len(slots))
+            if more is None:
+                self._give_back(visit, slots)
+                return None if ask.wait_ms else self._no_room(ask)
+            slots += more
         return self._fill(visit, ask, slots)
 
     def _fill(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Reply:
@@ -649,35 +660,53 @@ class Door:
         if visit.ended:
             return  # its slots went back with it
         self._answer(visit, self._seal(visit, ask, slots))
-        self._restock(visit, len(slots))
+        self._follow_up(visit)
 
     def _seal(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Marks:
-        """Values that are complete become visible, unless they, or others under their keys, are so already."""
-        agent, enter = self._agent, visit.enter
+        """Values that are complete become visible, unless they, or others under their keys, are so already.
+
+        Once that is answered, :meth:`_follow_up` does the rest.
+        """
+        pool, enter = self._agent.pool, visit.enter
         assert enter is not None
-        operation = self._operation(visit)
-        agent.pool.move(slots, visit.stock_operation, operation)
+        operation, now = self._operation(visit), self._clock.monotonic()
+        pool.move(slots, visit.stock_operation, operation)
         marks: list[int] = []
         for block, slot in zip(ask.blocks, slots, strict=True):
             key, parent = BlockKey(block.key), BlockKey(block.parent)
-            if agent.pool.block(key) is not None:
-                marks.append(frames.Mark.NO)
-            elif block.depth > 0 and agent.pool.block(parent) is None:
-                marks.append(frames.Mark.ORPHAN)
+            if pool.block(key) is not None:
+                marks.append(_NO)
+            elif block.depth > 0 and pool.block(parent) is None:
+                marks.append(_ORPHAN)
             else:
-                agent.seal(operation, slot, StoredBlock(
+                stored = StoredBlock(
                     key=key, parent=parent, depth=block.depth, nbytes=self._block_bytes, origin="received",
-                    source=WorkerId(enter.client), tenant=enter.tenant, tokens=block.tokens))
-                marks.append(frames.Mark.YES)
-        agent.release(operation)
-        _PUTS.inc(marks.count(frames.Mark.YES))
+                    source=WorkerId(enter.client), tenant=enter.tenant, tokens=block.tokens)
+                pool.seal(operation, slot, stored, now=now)
+                visit.news.append(stored)
+                marks.append(_YES)
+        visit.over.append((operation, len(slots)))
         return frames.Marks(marks)
+
+    def _follow_up(self, visit: _Visit) -> None:
+        """What nobody waits for: news of what was stored, the ends of its operations, slots for the next."""
+        if visit.news:
+            _PUTS.inc(len(visit.news))
+            self._agent.announce_stored(visit.news)
+            visit.news = []
+        while visit.over:
+            operation, count = visit.over.popleft()
+            self._agent.release(operation)
+            self._restock(visit, count)
 
     def _restock(self, visit: _Visit, count: int) -> None:
         """As much as was just used, as long as that is a small part of what there is."""
-        count = min(min(count, MAX_STOCK) - len(visit.stock), self._agent.pool.available // 8 - self._stocks())
         visit.stocked_s = host_clock_s()
-        if count > 0 and not visit.ended and not self._agent.is_retired:
+        count = min(count, MAX_STOCK) - len(visit.stock)
+        if count <= 0 or visit.ended or self._agent.is_retired:
+            return
+        count = min(count, self._agent.pool.available // 8 - self._stocks())
+        if count > 0:
             assert visit.enter is not None
             visit.stock.extend(self._agent.allocate(visit.stock_operation, count, tenant=visit.enter.tenant) or ())
 
@@ -740,6 +769,7 @@ class Door:
         if visit.thread is None:
             self._loop.remove_reader(visit.line.fileno())
         visit.inbox.clear()
+        self._follow_up(visit)
         visit.line.shutdown()  # before anything is taken back: a client that copies looks at the line afterwards
         for hold in (*visit.loans, *visit.pins.values()):
             if not hold.is_over:

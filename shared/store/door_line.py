@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 READ_AHEAD_BYTES = 64 << 10
 _ROOM = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _MAX_DESCRIPTORS = 32
+# Plain numbers: to combine the module's own flags takes longer than to send a frame.
+_NOW, _ALL, _CLOEXEC = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL), int(socket.MSG_CMSG_CLOEXEC)
 T = TypeVar("T")
 
 
@@ -105,11 +107,24 @@ class Line:
     def send_now(self, body: frames.Request | frames.Reply, descriptors: Sequence[int] = ()) -> bool:
         """One short frame, from an event loop. False when it did not go out at once: give the connection up."""
         data = frames.encode(body)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
-            return self._sock.sendmsg([data], ancillary, socket.MSG_DONTWAIT) == len(data)
+            if not descriptors:
+                return self._sock.send(data, _NOW) == len(data)
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            return self._sock.sendmsg([data], ancillary, _NOW) == len(data)
         except OSError:
             return False
+
+    def ask(self, body: frames.Request) -> object:
+        """Sends a question and receives its answer, when no other is under way."""
+        if self._stream is None or self._deadline_s is None or self._low != self._high or self._takes_descriptors:
+            self.send(body)
+            return self.receive()
+        self._low = 0
+        self._high = self._try(self._stream.exchange, frames.encode(body), b"", self._ahead, self._deadline_s)
+        if not self._high:
+            raise Closed
+        return self.receive()
 
     # -- in -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +143,7 @@ class Line:
     def receive_now(self) -> list[object]:
         """The short frames that are there. Never blocks."""
         try:
-            self._read_ahead(socket.MSG_DONTWAIT)
+            self._read_ahead(_NOW)
         except Late:
             return []
         bodies: list[object] = []
@@ -149,7 +164,7 @@ class Line:
             view[:ahead] = self._take(ahead)
             view = view[ahead:]
         while len(view):
-            received = self._receive(view, socket.MSG_WAITALL)
+            received = self._receive(view, _ALL)
             if received == 0:
                 raise Closed
             view = view[received:]
@@ -166,7 +181,7 @@ class Line:
         self._high += received
 
     def _receive(self, view: memoryview, flags: int) -> int:
-        if self._stream is not None and not flags & socket.MSG_DONTWAIT:
+        if self._stream is not None and flags != _NOW:
             if not self._takes_descriptors:
                 return self._try(self._stream.receive, view, flags)
             received = self._try(self._stream.receive, view, flags, self.descriptors)
@@ -174,7 +189,7 @@ class Line:
             return received
         if not self._takes_descriptors:
             return self._try(self._sock.recv_into, view, len(view), flags)
-        received, ancillary, _, _ = self._try(self._sock.recvmsg_into, [view], _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
+        received, ancillary, _, _ = self._try(self._sock.recvmsg_into, [view], _ROOM, flags | _CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors = array.array("i")
