@@ -94,12 +94,12 @@ class Desk:
         return self._told(drain)
 
     async def _start_drain(self, ask: DrainAsk) -> DrainReply | Failure:
-        incarnation = self._planner.life(ask.worker)
+        incarnation = self._planner.picture.life(ask.worker)
         if incarnation is None:
             await self._wait_known(ask.worker)
-            incarnation = self._planner.life(ask.worker)
+            incarnation = self._planner.picture.life(ask.worker)
         if incarnation is None:
-            known = ", ".join(self._planner.workers()) or "none"
+            known = ", ".join(self._planner.picture.workers()) or "none"
             return Failure(message=f"there is no worker {ask.worker}; those alive: {known}")
         if not 0 < ask.timeout_s < float("inf"):
             return Failure(message=f"a timeout of {ask.timeout_s:g} s is none; give one above 0")
@@ -118,7 +118,7 @@ class Desk:
     async def _wait_known(self, worker: str) -> None:
         ends_s = self._clock.monotonic() + _KNOWN_S
         # NOTE: polled, since the planner tells nobody of each worker; a person waits here, once.
-        while self._planner.life(worker) is None and self._clock.monotonic() < ends_s:  # noqa: ASYNC110
+        while self._planner.picture.life(worker) is None and self._clock.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _told(self, drain: Drain) -> DrainReply:
@@ -140,7 +140,7 @@ class Desk:
                     orders, ask.tenant, None if ask.remove else ask.nbytes))
         except (BusError, ValueError) as error:
             return Failure(message=str(error))
-        return QuotaReply(quotas=[QuotaRow(tenant=tenant, quota=quota, used=self._planner.usage(tenant))
+        return QuotaReply(quotas=[QuotaRow(tenant=tenant, quota=quota, used=self._planner.picture.usage(tenant))
                                   for tenant, quota in orders.quotas.items()])
 
     async def copies(self, delivery: Delivery) -> CopiesReply:

@@ -8,15 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from services.store_manager.core.drains import OrdersRead
 from services.store_manager.core.events import Deaf, Reconnected, Started
-from services.store_manager.core.planner import (
-    Event,
-    KeepOrders,
-    OrdersFailed,
-    OrdersRead,
-    Planner,
-    Statistics,
-)
+from services.store_manager.core.planner import Event, KeepOrders, OrdersFailed, Planner, Statistics
 from services.store_manager.desk import Desk
 from services.store_manager.leadership import Leadership
 from services.store_manager.settings import Settings

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.store_manager.core.drains import OrdersRead
 from services.store_manager.core.events import Led, Started
 from services.store_manager.core.orders import Drain, Orders, with_drain, with_progress
-from services.store_manager.core.planner import KeepOrders, OrdersRead, Planner
+from services.store_manager.core.planner import KeepOrders, Planner
 from services.store_manager.core.policy import PlannerPolicy
 from shared.ids import BlockKey, ConductorId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import CacheSpec, pack_keys, unpack_keys

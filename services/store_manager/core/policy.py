@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -93,3 +94,18 @@ class PlannerPolicy:
     """Times a drain looks for blocks that came meanwhile."""
     ask_s: float = 2.0
     """Longest wait for an answer that moves no bytes."""
+
+    def wanted(self, heat: float) -> int:
+        """Copies that a block of this heat should have."""
+        if heat < self.hot_uses:
+            return 1
+        return min(self.max_wanted, 2 + int(math.log2(heat / self.hot_uses)))
+
+    def kept(self, heat: float) -> int:
+        """Copies that are left to a block of this heat: what it wanted when it was twice as hot, so that a prefix whose
+        heat goes up and down a little is not copied and dropped in turn."""
+        return self.wanted(2 * heat)
+
+    def is_warm(self, heat: float) -> bool:
+        """Whether it was used at all lately: its copies are worth the room of others'."""
+        return heat >= self.hot_uses / 16

@@ -116,7 +116,7 @@ def test_a_fresh_worker_is_not_flooded() -> None:
     got = {worker.name: len(worker.held) for worker in (a, b, fresh)}
     assert got["a"] + got["b"] + got["fresh"] == 120
     assert 0 < got["fresh"] < got["a"] / 2 and got["fresh"] < got["b"] / 2, got
-    assert cluster.planner._fleet.weight(fresh.id, now=cluster.now) < 0.3
+    assert cluster.planner.picture.fleet.weight(fresh.id, now=cluster.now) < 0.3
 
 
 def test_a_sick_worker_is_tried_now_and_then_and_the_others_go_on() -> None:
@@ -365,8 +365,8 @@ def test_a_planner_that_stalled_expires_nobody() -> None:
     cluster.store(a, chain("x", 4))
     cluster.now += 15.0  # SIGSTOP: nothing was heard, nothing was done
     cluster.run(1.5)
-    assert cluster.planner.workers() == ["a", "b"]
-    assert cluster.planner.map.blocks_of(a.id) == 4
+    assert cluster.planner.picture.workers() == ["a", "b"]
+    assert cluster.planner.picture.map.blocks_of(a.id) == 4
 
 
 def test_three_seconds_of_silence_drop_nothing_death_drops_within_ten() -> None:
@@ -375,12 +375,12 @@ def test_three_seconds_of_silence_drop_nothing_death_drops_within_ten() -> None:
     cluster.store(a, chain("x", 4))
     a.stopped = True
     cluster.run(3.0)
-    assert cluster.planner.map.blocks_of(a.id) == 4
+    assert cluster.planner.picture.map.blocks_of(a.id) == 4
     a.stopped = False
     cluster.run(1.0)
     cluster.kill(a)
-    assert cluster.until(lambda: "a" not in cluster.planner.workers()) <= 10.0
-    assert cluster.planner.map.blocks_of(a.id) == 0
+    assert cluster.until(lambda: "a" not in cluster.planner.picture.workers()) <= 10.0
+    assert cluster.planner.picture.map.blocks_of(a.id) == 0
 
 
 def test_news_that_was_lost_is_asked_for() -> None:
@@ -390,7 +390,7 @@ def test_news_that_was_lost_is_asked_for() -> None:
     blocks: list[StoredBlock] = chain("x", 20)
     cluster.store(a, blocks)
     cluster.run(2.0)
-    assert cluster.planner.map.blocks_of(a.id) == 20
+    assert cluster.planner.picture.map.blocks_of(a.id) == 20
 
 
 def test_a_worker_with_many_blocks_is_taken_in_and_apart_by_steps() -> None:
@@ -402,19 +402,19 @@ def test_a_worker_with_many_blocks_is_taken_in_and_apart_by_steps() -> None:
     cluster.add(b)
     sizes = set()
     for _ in range(400):
-        before = cluster.planner.map.copies
+        before = cluster.planner.picture.map.copies
         cluster.run(0.002, check=False)
-        sizes.add(abs(cluster.planner.map.copies - before))
-    assert cluster.planner.map.blocks_of(a.id) == 2_000
+        sizes.add(abs(cluster.planner.picture.map.copies - before))
+    assert cluster.planner.picture.map.blocks_of(a.id) == 2_000
     assert max(sizes) <= 300
     extra = chain("more", 3)
     cluster.store(a, extra)
-    assert cluster.planner.map.holds(a.id, extra[-1].key)
+    assert cluster.planner.picture.map.holds(a.id, extra[-1].key)
     cluster.leave(a)
-    assert cluster.planner.map.get(extra[0].key) is None, "gone at once for whoever asks"
-    assert cluster.planner.map.copies > 1_000, "and taken apart later"
+    assert cluster.planner.picture.map.get(extra[0].key) is None, "gone at once for whoever asks"
+    assert cluster.planner.picture.map.copies > 1_000, "and taken apart later"
     cluster.run(1.0)
-    assert cluster.planner.map.copies == 0
+    assert cluster.planner.picture.map.copies == 0
 
 
 def test_the_lease_is_a_level() -> None:

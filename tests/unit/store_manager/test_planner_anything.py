@@ -101,10 +101,10 @@ class Anything(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([5.0, 15.0]))
     def stalls(self, seconds: float) -> None:
         """We are stopped: nobody dies of that."""
-        known = set(self.cluster.planner.workers())
+        known = set(self.cluster.planner.picture.workers())
         self.cluster.now += seconds
         self.cluster.feed(Deaf())
-        assert known <= set(self.cluster.planner.workers())
+        assert known <= set(self.cluster.planner.picture.workers())
 
     @invariant()
     def what_was_asked_is_sensible(self) -> None:
@@ -131,11 +131,11 @@ class Anything(RuleBasedStateMachine):
         cluster.run(30.0)
         for worker in cluster.workers.values():
             if worker.alive:
-                held = {key for key in cluster.planner.map.keys_of(worker.id)}
+                held = {key for key in cluster.planner.picture.map.keys_of(worker.id)}
                 assert held == set(worker.held), f"the map of {worker.name} is true again"
-        assert cluster.planner.workers() == sorted(w.name for w in cluster.workers.values() if w.alive)
+        assert cluster.planner.picture.workers() == sorted(w.name for w in cluster.workers.values() if w.alive)
         assert all(drain.state in OVER for drain in cluster.orders.drains), "every drain ends"
-        assert len(cluster.planner._copies) <= POLICY.copies_limit
+        assert len(cluster.planner._copier.under_way) <= POLICY.copies_limit
 
 
 class NothingIsLost(RuleBasedStateMachine):
