@@ -1,4 +1,4 @@
-"""Who is silent, and whose fault that is: a conductor's view of workers that stop, die, and of itself when it stalls."""
+"""Silence, and whose fault it is: what a conductor makes of workers that stop or die, and of its own stall."""
 
 from __future__ import annotations
 
