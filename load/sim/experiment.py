@@ -12,7 +12,7 @@ from typing import Any
 
 from load.sim.cluster import Cluster, ClusterOptions, check_possible
 from load.sim.coupled import CoupledCluster, CoupledOptions
-from load.sim.discipline import Discipline, aged, fair, fcfs, srpt
+from load.sim.discipline import Discipline, aged, deadline, fair, fcfs, srpt
 from load.sim.faults import Fault
 from load.sim.loop import Loop
 from load.sim.outcome import Objective, Outcomes, Summary
@@ -24,9 +24,11 @@ from shared.errors import UserError
 from shared.ids import BlockKey
 from shared.units import parse_seconds
 
-DISCIPLINES = ("fcfs", "srpt", "aged", "fair")
+DISCIPLINES = ("fcfs", "srpt", "aged", "fair", "deadline")
 AGING = 0.05
 """Of ``aged``, unless given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
+DEADLINE_SLACK_S, DEADLINE_STRETCH = 1.0, 3.0
+"""Of ``deadline``: the first token is due after a second and three times the prompt's own prefill."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
 _STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9.]+)\s*x")
@@ -151,6 +153,9 @@ def discipline_of(options: RunOptions, profile: NodeProfile) -> Discipline:
             objective = options.objective()
             return fair(slack_s=objective.ttft_s, stretch=objective.stretch,
                         whole_s=lambda job: profile.prefill_s(job.num_tokens))
+        case "deadline":
+            return deadline(_aging(amount) if amount else AGING, slack_s=DEADLINE_SLACK_S, stretch=DEADLINE_STRETCH,
+                            whole_s=lambda job: profile.prefill_s(job.num_tokens))
     raise UserError(f"there is no queue {name}; there are {', '.join(DISCIPLINES)}")
 
 

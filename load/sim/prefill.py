@@ -9,6 +9,7 @@ on an idle link it would end with the computing, and is complete ``push_tail_s``
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -228,22 +229,35 @@ class PrefillNode:
         job.ready_s = self._loop.now
         hit = self.cache.pin(job.operation, job.keys[:job.reusable_blocks], now=job.ready_s) * job.block_tokens
         job.done_tokens = hit
-        job.rank = self._discipline.rank(job, self._profile.prefill_s(job.num_tokens, hit))
         self._enqueue(job)
+        urgent_s = self._discipline.urgent_at_s(job, self._pace * self._profile.prefill_s(job.num_tokens, hit))
+        if math.isfinite(urgent_s):
+            self._loop.at(urgent_s, self._press, job, attempt)
         if self._running is None:
             self._next()
         elif self._discipline.is_preemptive:
             self._consider()
 
+    def _press(self, job: Job, attempt: int) -> None:
+        """The job has to be computed from now on to be in time."""
+        if self.is_dead or self.jobs.get(job) != attempt or job.prefilled_s >= 0:
+            return
+        job.is_urgent = True
+        if job is not self._running:
+            self._enqueue(job)  # its former place in the queue is skipped
+            self._consider()
+
     def _enqueue(self, job: Job) -> None:
+        remaining_s = self._profile.compute_s(job.done_tokens, job.num_tokens)
+        job.rank = self._discipline.rank_of(job, remaining_s)
         self._order += 1
         heapq.heappush(self._waiting, (job.rank, self._order, job, job.attempt))
 
     def _head(self) -> Job | None:
         waiting = self._waiting
         while waiting:
-            _, _, job, attempt = waiting[0]
-            if self.jobs.get(job) == attempt and job.attempt == attempt:
+            rank, _, job, attempt = waiting[0]
+            if self.jobs.get(job) == attempt and rank == job.rank and job is not self._running and job.prefilled_s < 0:
                 return job
             heapq.heappop(waiting)
         return None
@@ -255,7 +269,7 @@ class PrefillNode:
             return
         boundary_s, tokens = self._boundary()
         remaining_s = self._profile.compute_s(tokens, running.num_tokens)
-        if remaining_s > 0 and head.rank < self._discipline.rank(running, remaining_s):
+        if remaining_s > 0 and head.rank < self._discipline.rank_of(running, remaining_s):
             self._switch_s = boundary_s
             self._loop.at(boundary_s, self._switch, running, self._version)
 
@@ -281,7 +295,6 @@ class PrefillNode:
         if version != self._version or self._running is not running:
             return
         self._pause(running)
-        running.rank = self._discipline.rank(running, self._profile.compute_s(running.done_tokens, running.num_tokens))
         self._running = None
         self._enqueue(running)
         self._next()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from load.sim.decode import Steps
-from load.sim.discipline import aged, fcfs, srpt
+from load.sim.discipline import Discipline, aged, deadline, fcfs, srpt
 from load.sim.outcome import Objective
+from load.sim.request import Job
 from tests.unit.sim.builders import PROFILE, job, quick, run
 
 
@@ -89,6 +90,19 @@ def test_waiting_counts_against_shortness() -> None:
 
     assert order(0.0) == [1, 2, 0]
     assert order(10.0) == [0, 1, 2]
+
+
+def test_a_prompt_that_gets_urgent_goes_first() -> None:
+    def run_with(discipline: Discipline) -> Job:
+        jobs = [job(0, 0.0, 400), *(job(1 + i, 0.05 + 0.1 * i, 100) for i in range(20))]
+        run(jobs, profile=quick(), discipline=discipline)
+        return jobs[0]
+
+    # short prompts keep coming as fast as they are computed: the long one starves
+    assert run_with(srpt()).prefilled_s == pytest.approx(2.4)
+    # due at 0.2 + 2 * 0.4 s, so urgent 0.4 s (as if nothing was done) before that, served from the next boundary on
+    pressed = run_with(deadline(0.0, slack_s=0.2, stretch=2.0, whole_s=lambda one: one.num_tokens * 1e-3))
+    assert pressed.prefilled_s <= 1.0 + 0.1
 
 
 def test_a_batch_steps_as_long_as_its_requests_and_context_say() -> None:
