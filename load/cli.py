@@ -36,6 +36,7 @@ app = typer.Typer(help="Replay traces against a gateway and report how it did; b
 app.command("bench-transfer")(bench.bench_transfer)
 app.command("bench-store")(bench.bench_store)
 app.command("bench-restart")(bench.bench_restart)
+app.command("bench-catalog")(bench.bench_catalog)
 app.command("soak-transfer")(bench.soak_transfer)
 app.command("cache-sim")(cache_sim)
 

@@ -191,6 +191,42 @@ def bench_store(
          rounds=rounds, seconds=seconds, json=json, others=("mooncake",))
 
 
+def bench_catalog(
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long events are published.")] = 5.0,
+    rate: Annotated[float, typer.Option(min=1, help="Block events a second.")] = 20_000,
+    blocks: Annotated[int, typer.Option(min=0, help="Blocks in the table before; 0 measures no lineage.")] = 10_000_000,
+    json: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
+) -> None:
+    """Measure whether the catalog keeps up with a cluster's news, and how long the lineage of a block takes.
+
+    Example: moonbus load bench-catalog --minutes 0.5 --blocks 1000000
+
+    NATS, Postgres and a store-manager run as processes of their own on this machine, and the news is made up. The
+    events of a second are those that were written a second until the last was; exit code 1 says that a target is
+    missed. Use a machine that does nothing else.
+    """
+    from load.bench import catalog, show
+    from load.bench.rounds import Outcome, make_rows
+
+    options = catalog.Options(seconds=minutes * 60, rate=rate, blocks=blocks)
+    progress = Console(stderr=True, highlight=False)
+    with ExitStack() as stack:
+        file = stack.enter_context(show.open_json(json)) if json is not None else None
+        started_at_s = time.time()
+        try:
+            values = uvloop.run(catalog.bench(options, progress.print))
+        except KeyboardInterrupt:
+            progress.print("interrupted")
+            raise typer.Exit(_INTERRUPTED) from None
+        rows = make_rows(values, catalog.targets(options))
+        Console().print(show.rows_table(rows))
+        if file is not None:
+            file.write(show.make_report(
+                Outcome(values=values, rounds=1), rows, started_at_s=started_at_s, seconds=options.seconds))
+    if any(row.met is False for row in rows):
+        raise typer.Exit(1)
+
+
 def soak_transfer(
     minutes: Annotated[float, typer.Option(min=0.05, help="How long.")] = 10.0,
     path: Annotated[SoakPath, typer.Option(help="What carries the bytes.")] = SoakPath.SHM,

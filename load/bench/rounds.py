@@ -17,7 +17,8 @@ import msgspec
 from shared.errors import UserError
 
 UNITS = {"p50": "ms", "p99": "ms", "rate": "GB/s", "cpu": "s/GB", "pushes": "1/s", "streamed": "ms", "whole": "ms",
-         "ready": "s", "told": "s", "served": "s"}
+         "ready": "s", "told": "s", "served": "s",
+         "events": "1/s", "messages": "", "cores": "cores", "size": "MB"}
 """{last part of a row's name: its unit}; a GB is 10^9 bytes, ``cpu`` counts user and system time of both ends."""
 
 

@@ -115,6 +115,16 @@ def figures_tables(rows: Sequence[Row]) -> list[Table]:
     return tables
 
 
+def rows_table(rows: Sequence[Row]) -> Table:
+    """A line a figure, for what has nothing beside it."""
+    table = _table("")
+    for header in ("", "value", "target"):
+        table.add_column(header, justify="right" if header == "value" else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(row.name, f"{figure(row.value)} {row.unit}", _verdict(row))
+    return table
+
+
 def comparisons_table(rows: Sequence[Row]) -> Table:
     """A line a comparison, those with a target first."""
     table = _table("Compared")

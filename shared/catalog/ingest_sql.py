@@ -175,20 +175,21 @@ MERGE_BLOCKS = _merge(IN_BLOCK, """
 """)
 
 END_COPIES = _merge(IN_EVICTED, """
-    WITH i AS MATERIALIZED (
-        SELECT * FROM {i}
+    WITH ended AS MATERIALIZED (
+        SELECT i.evicted_at, i.key, i.life, i.tier, i.evicted_seq, i.why, coalesce(i.nbytes, c.nbytes) AS nbytes,
+            coalesce(i.stored_at, c.stored_at) AS stored_at, coalesce(nullif(i.origin, ''), c.origin, '') AS origin,
+            coalesce(nullif(i.source, ''), c.source, '') AS source,
+            coalesce(nullif(i.request, ''), c.request, '') AS request, c.ctid AS place
+        FROM {i} LEFT JOIN kv_copy c
+            ON c.key = i.key AND c.life = i.life AND c.tier = i.tier AND c.stored_seq < i.evicted_seq
     ), gone AS (
-        DELETE FROM kv_copy c USING i
-        WHERE c.key = i.key AND c.life = i.life AND c.tier = i.tier AND c.stored_seq < i.evicted_seq
-        RETURNING c.*
+        DELETE FROM kv_copy WHERE ctid = ANY(ARRAY(SELECT place FROM ended WHERE place IS NOT NULL))
     )
     INSERT INTO kv_evicted (evicted_at, key, life, tier, evicted_seq, why, nbytes, stored_at, origin, source, request)
-    SELECT i.evicted_at, i.key, i.life, i.tier, i.evicted_seq, i.why, coalesce(i.nbytes, g.nbytes),
-        coalesce(i.stored_at, g.stored_at), coalesce(nullif(i.origin, ''), g.origin, ''),
-        coalesce(nullif(i.source, ''), g.source, ''), coalesce(nullif(i.request, ''), g.request, '')
-    FROM i LEFT JOIN gone g ON g.key = i.key AND g.life = i.life AND g.tier = i.tier
+    SELECT evicted_at, key, life, tier, evicted_seq, why, nbytes, stored_at, origin, source, request FROM ended
 """)
-"""Evictions take their copy along, unless it was stored after them, and tell its story."""
+"""Evictions take their copy along, unless it was stored after them, and tell its story. Rows are deleted by their
+place: nobody else touches them, since we hold the locks of their lives."""
 
 MERGE_COPIES = _merge(IN_COPY, """
     INSERT INTO kv_copy AS old (key, life, tier, nbytes, stored_seq, stored_at, origin, source, request)

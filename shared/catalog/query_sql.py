@@ -40,8 +40,8 @@ _BELOW = """
 COUNT_DESCENDANTS = text(f"{_BELOW} SELECT count(*) FROM (SELECT FROM below LIMIT {MAX_DESCENDANTS}) AS counted")
 """How many blocks continue ``:key``, directly or not; at most ``MAX_DESCENDANTS``."""
 
-DESCENDANTS = text(f"""{_BELOW}, some AS (SELECT key FROM below LIMIT :limit)
-    SELECT {_BLOCK} FROM some JOIN kv_block b USING (key) {_STORY} ORDER BY b.depth""")
+DESCENDANTS = text(f"""{_BELOW}, nearest AS (SELECT key FROM below LIMIT :limit)
+    SELECT {_BLOCK} FROM nearest JOIN kv_block b USING (key) {_STORY} ORDER BY b.depth""")
 """The blocks that continue ``:key``, nearest first."""
 
 COPIES = text("""

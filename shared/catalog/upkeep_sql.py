@@ -44,12 +44,12 @@ TRIM_REST = """
 """Of rows whose time is no partition's, those too old or in a far future."""
 
 SWEEP = text("""
-    WITH some AS MATERIALIZED (
+    WITH looked AS MATERIALIZED (
         SELECT key, created_at FROM kv_block
         WHERE created_at >= :after AND (created_at, key) > (:after, :after_key) AND created_at < :before
         ORDER BY created_at, key LIMIT :most
     ), doomed AS MATERIALIZED (
-        SELECT s.key FROM some s LEFT JOIN kv_use u ON u.key = s.key
+        SELECT s.key FROM looked s LEFT JOIN kv_use u ON u.key = s.key
         WHERE (u.last_used_at IS NULL OR u.last_used_at < :before)
             AND NOT EXISTS (SELECT FROM kv_copy c WHERE c.key = s.key)
     ), locked AS MATERIALIZED (
@@ -59,9 +59,9 @@ SWEEP = text("""
     ), gone AS (
         DELETE FROM kv_block b USING locked l WHERE b.key = l.key RETURNING 1
     )
-    SELECT (SELECT count(*) FROM some) AS looked, (SELECT count(*) FROM gone) AS gone, last.created_at, last.key
+    SELECT (SELECT count(*) FROM looked) AS looked, (SELECT count(*) FROM gone) AS gone, last.created_at, last.key
     FROM (SELECT 1) AS one LEFT JOIN LATERAL
-        (SELECT created_at, key FROM some ORDER BY created_at DESC, key DESC LIMIT 1) AS last ON true
+        (SELECT created_at, key FROM looked ORDER BY created_at DESC, key DESC LIMIT 1) AS last ON true
 """)
 """Forgets blocks that nobody holds and nobody used since ``:before``; goes on behind (``:after``, ``:after_key``)."""
 
