@@ -32,7 +32,7 @@ from shared.errors import SettingError
 from shared.ids import BlockKey
 from shared.kv import CacheSpec
 from shared.messages import StoredBlock
-from shared.store.ssd.files import File, Files
+from shared.store.ssd.files import FULL, File, Files
 from shared.store.ssd.record import EMPTY, RECORD_BYTES, Damaged, Record, decode, encode
 
 PAGE_BYTES = 4096
@@ -111,11 +111,22 @@ class SlotFiles:
         return self._ready
 
     def grow(self) -> int:
-        """Makes room for another extent of slots; how many are ready now. Raises ``OSError``."""
-        target = min(self._ready + self._extent, self._max_slots)
-        self._blocks.allocate(target * self.stride)
-        self._ready = target
-        return target
+        """Makes room for another extent of slots, or what the disk has room for; how many are ready now.
+
+        Raises ``OSError``, also when there is no room for a single one.
+        """
+        more = min(self._extent, self._max_slots - self._ready)
+        while True:
+            try:
+                self._index.allocate((self._ready + more) * RECORD_BYTES)
+                self._blocks.allocate((self._ready + more) * self.stride)
+            except OSError as error:
+                if error.errno not in FULL or more <= 1:
+                    raise
+                more //= 2
+            else:
+                self._ready += more
+                return self._ready
 
     def write(self, slot: int, block: StoredBlock, payload: memoryview) -> None:
         """Fills a slot. Raises ``OSError``, after which the slot is empty or holds what it held."""

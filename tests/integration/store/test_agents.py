@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
+import subprocess
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,16 @@ def blocks_file(path: Path, holder: Holder) -> Path:
 
 async def ask(holder: Holder, message: Any) -> Any:
     return await holder.bus.request(POOL.at(worker=holder.id), message, timeout_s=5.0)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root may mount a small file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 # --- the tier --------------------------------------------------------------------------------------------------
@@ -219,6 +232,20 @@ async def test_an_end_is_not_held_up_by_a_disk(nats_url: str, tmp_path: Path, ev
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 10.0
     files.gate.set()
+
+
+async def test_a_disk_that_is_really_full(nats_url: str, small_disk: Path, eventually: Eventually) -> None:
+    """What fits is used to the last slot but a few, then blocks replace each other."""
+    chains = [make_chain(str(number), 8) for number in range(12)]
+    async with open_holder(nats_url, "w1", blocks=16, ssd=ssd(small_disk)) as one:
+        assert one.agent.ssd is not None
+        for chain in chains:
+            one.put(chain)
+            await eventually(lambda c=chain: on_ssd(one, c) == 8)
+        assert 32 <= one.agent.ssd.ready_slots < 64
+        await eventually(lambda: one.announced == one.held)
+    async with open_holder(nats_url, "w1", blocks=16, ssd=ssd(small_disk)) as one:
+        assert await one.recall(chains[11]) == 8 and await one.recall(chains[0]) == 0
 
 
 async def test_a_real_limit_on_the_files_size(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
