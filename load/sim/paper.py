@@ -8,6 +8,7 @@ fit.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ _SLO = {"conversation_trace": ((96.9, 100, 100), (16.4, 39.1, 63.0), (15.3, 34.6
 """Mooncake, vLLM, with prefix cache, with chunked prefill: percent inside TBT of 100, 200, 300 ms."""
 _GRID = {16: (1.25, 0.2), 32: (0.6, 0.2), 64: (0.3, 0.2), 128: (0.14, 0.12)}
 """{thousands of prompt tokens: requests a second of 3 prefill + 1 decode nodes, of 4 vLLM instances}."""
+_OVERLOAD_RATES = (2.0, 2.6)
 _OVERLOAD = {"baseline": 4183, "early": 3771, "early_prediction": 3589}
 
 _VLLM_CHUNK = 512
@@ -193,24 +195,27 @@ class Paper:
         return Outcome([Table("Technical report: long contexts, 50 % cached", heads, rows, note)], {}, {"grid": data})
 
     def _overload(self) -> Outcome:
-        """Twice the rate: how many are turned away, and how many of those after their prefill."""
+        """How many are turned away, and how many of those after their prefill."""
         rows, data = [], {}
         runs = [(name, _THEIRS, name) for name in _OVERLOAD] + [("moonbus", OURS, "slo")]
         outcome = Outcome()
-        for name, policy, admission in runs:
-            result = self._simulate("toolagent_like", policy=policy, admission=admission, rate_scale=2.0)
+        for rate, (name, policy, admission) in itertools.product(_OVERLOAD_RATES, runs):
+            result = self._simulate("toolagent_like", policy=policy, admission=admission, rate_scale=rate)
             summary = result.summary
             turned_away = sum(summary.rejected.values())
             inside = round(summary.slo_share * summary.requests)
-            data[name] = {"rejected": summary.rejected, "completed": summary.completed, "inside": inside,
-                          "wasted_prefill_s": summary.wasted_prefill_s}
-            rows.append((name, str(_OVERLOAD.get(name, "")), str(turned_away), str(summary.rejected.get("decode", 0)),
-                         f"{summary.wasted_prefill_s:.0f}", str(summary.completed), str(inside)))
-            outcome.figures[f"overload-{name}"] = (f"Overload, {name}: load of the pools over time",
-                                                   figures.load_curve(result))
-        heads = ("admission", "turned away, published", "simulated", "of those after prefill", "wasted prefill, s",
-                 "completed", "inside both bounds")
-        note = "8 prefill and 8 decode nodes, twice the rate, TTFT 30 s, TBT 100 ms, on the stand-in of their trace."
+            data[f"{name} {rate:g}x"] = {"rejected": summary.rejected, "completed": summary.completed,
+                                         "inside": inside, "wasted_prefill_s": summary.wasted_prefill_s}
+            published = _OVERLOAD.get(name) if rate == _OVERLOAD_RATES[0] else None
+            rows.append((f"{rate:g}x", name, _number(published), str(turned_away),
+                         str(summary.rejected.get("decode", 0)), f"{summary.wasted_prefill_s:.0f}",
+                         str(summary.completed), str(inside)))
+            outcome.figures[f"overload-{name}-{rate:g}"] = (
+                f"Overload {rate:g}x, {name}: load of the pools over time", figures.load_curve(result))
+        heads = ("rate", "admission", "turned away, published", "simulated", "of those after prefill",
+                 "wasted prefill, s", "completed", "inside both bounds")
+        note = ("8 prefill and 8 decode nodes, TTFT 30 s, TBT 100 ms, on the stand-in of their trace. The report's "
+                "system was full at twice the rate, the simulated one is not: the higher rate is one where it is.")
         outcome.tables.append(Table("Technical report, table 3: overload", heads, rows, note))
         outcome.data = {"overload": data}
         return outcome
@@ -238,7 +243,7 @@ def _share(result: Result, tbt_s: float) -> float:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else f"{value:.4g}"
 
 
 def _deviation(value: float, published: float) -> str:

@@ -80,7 +80,7 @@ def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path) -> None
     numbers = json.loads((tmp_path / "out" / "result.json").read_text())
     assert numbers.keys() == set(paper.PARTS) - {"grid"}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "19.6" in page and "3589" in page
+    assert "19.65" in page and "3589" in page
     assert (tmp_path / "out" / "figures" / "fig5.png").exists()
     result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), "--part", "fig99"])
     assert isinstance(result.exception, UserError) and "there are fig5" in str(result.exception)
