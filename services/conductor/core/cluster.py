@@ -1,7 +1,8 @@
 """The workers and the work in flight on them, tracked at decisions, progress and ends; heartbeats only correct it.
 
 A *job* is one request on its way: it burdens its prefill worker until it is prefilled and its decode worker until it
-is done. What a worker is burdened with is summed over its jobs when asked, so nothing can drift. A heartbeat corrects
+is done. What a worker is burdened with is summed over its jobs, again whenever one of them changes, so nothing can
+drift; a decision, which looks at every worker, finds the sums made. A heartbeat corrects
 in both directions: tokens that the worker counts and no job explains (another conductor's, or from before our start)
 are *unexplained* and add to its queue; jobs that should long be there while the worker says it is idle are dropped.
 """
@@ -9,11 +10,15 @@ are *unexplained* and add to its queue; jobs that should long be there while the
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
+from shared.errors import Bug
 from shared.ids import RequestId, SpecDigest, WorkerId
 from shared.messages import Hello, Load, Placement, Progress, Source
 
@@ -25,6 +30,18 @@ _REACH_S = 0.2
 
 _FIRST_ANSWER_TOKENS = 256.0
 """Length of an answer before any was seen."""
+
+
+@dataclass
+class Answers:
+    """What is expected of any answer."""
+
+    tokens: float = _FIRST_ANSWER_TOKENS
+    """Its length."""
+
+    def observe(self, tokens: int) -> None:
+        """One ended by itself after so many."""
+        self.tokens = 0.95 * self.tokens + 0.05 * tokens
 
 
 @dataclass
@@ -41,6 +58,10 @@ class Job:
     work_s: float
     """Predicted seconds of computing the prefill."""
     placed_s: float
+    ready_s: float
+    """When its prefill is predicted to end."""
+    reserved_blocks: int = 0
+    """Slots it is expected to take on its decode worker: its prompt, and an answer of the usual length."""
     fetches: list[tuple[WorkerId, int]] = field(default_factory=list)
     """(owner, bytes) still to be pulled by the prefill worker."""
     fetch_same_host: bool | None = None
@@ -58,9 +79,29 @@ class Job:
         return self.num_tokens - self.hit_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """What a worker is burdened with, summed over its jobs: valid until one of them, or the worker, changes."""
+
+    behind_s: float
+    """Seconds of computing of all prefills but the first in line."""
+    first_left_s: float
+    first_since_s: float
+    """The first one's seconds of computing that were left then; time has passed since."""
+    first_least_s: float
+    """What it counts for however long it runs."""
+    unexplained_s: float
+    """Seconds of computing that the last heartbeat counted and no job explains."""
+    receiving_bytes: int
+    sending_bytes: int
+    batch: int
+    context_tokens: int
+    free_blocks: int
+
+
 @dataclass
 class Worker:
-    """One live worker: what it said, what it costs, what it was given."""
+    """One live worker: what it said, what it costs, what it was given. Who changes it says so (:meth:`changed`)."""
 
     hello: Hello
     spec: SpecDigest
@@ -80,65 +121,109 @@ class Worker:
     residence_s: float | None = None
     #: when its pace was learnt from last
     taught_s: float = -math.inf
-    #: answer length to expect of any request, in tokens
-    answer_tokens: float = _FIRST_ANSWER_TOKENS
+    answers: Answers = field(default_factory=Answers)
+    """Shared by all workers."""
+    version: int = 0
+    """Counts changes."""
+    _burden: Burden | None = None
+    #: when its decode jobs are predicted to be done, in order, and prompt tokens of the first 0, 1, 2 ... of these
+    _leaves: tuple[list[float], list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self.id: WorkerId = self.hello.worker
+        """Its worker id."""
+
+    def check_invariants(self) -> None:
+        """Raises :class:`Bug` when something changed and nobody said so."""
+        if self._burden is not None and self._burden != self._sum():
+            raise Bug(f"worker {self.id}: believed to be {self._burden}, is {self._sum()}")
+
+    def changed(self) -> None:
+        """Something about it or its jobs is not what it was."""
+        self.version += 1
+        self._burden = self._leaves = None
 
     @property
-    def id(self) -> WorkerId:
-        """Its worker id."""
-        return self.hello.worker
+    def burden(self) -> Burden:
+        """The sums over its jobs."""
+        if self._burden is None:
+            self._burden = self._sum()
+        return self._burden
 
     def queue_s(self, now: float) -> float:
         """Predicted seconds until a new prompt's computing starts here."""
-        known_s = sum(job.work_s * (1.0 - job.done_share) for job in self.prefilling.values())
-        if (head := next(iter(self.prefilling.values()), None)) is not None:
-            since_s = max(head.started_s or head.placed_s, self.prefilled_s)
-            if head.done_share:
-                since_s = max(since_s, self.load_s)
-            left_s = head.work_s * (1.0 - head.done_share)
-            known_s += max(left_s - (now - since_s), min(left_s, head.work_s * _LEAST_REMAINING)) - left_s
-        if not self.unexplained_tokens:
-            return known_s
-        unexplained_s = self.costs.prefill_s(num_tokens=self.unexplained_tokens, hit_tokens=0)
-        return known_s + max(unexplained_s - (now - self.load_s), 0.0)
+        burden = self.burden
+        queue_s = burden.behind_s + max(burden.first_left_s - (now - burden.first_since_s), burden.first_least_s)
+        if burden.unexplained_s:
+            queue_s += max(burden.unexplained_s - (now - self.load_s), 0.0)
+        return queue_s
 
     def receiving_bytes(self) -> int:
         """Bytes under way to this worker."""
-        return sum(nbytes for job in self.prefilling.values() for _, nbytes in job.fetches)
+        return self.burden.receiving_bytes
 
     def sending_bytes(self) -> int:
         """Bytes under way from this worker."""
-        return sum(self.sending.values())
+        return self.burden.sending_bytes
 
     def batch(self) -> int:
         """Requests decoding here or on their way."""
-        running = self.load.running + self.load.queued if self.load is not None else 0
-        return max(len(self.decoding), running + sum(1 for _ in self._unseen()))
+        return self.burden.batch
 
     def context_tokens(self) -> int:
         """Tokens of context of all of them."""
-        ours = sum(job.num_tokens for job in self.decoding.values())
-        theirs = self.load.context_tokens if self.load is not None else 0
-        return max(ours, theirs + sum(job.num_tokens for job in self._unseen()))
+        return self.burden.context_tokens
 
     def free_blocks(self) -> int:
         """Slots for a new request's prompt and answer, those of jobs on their way taken off."""
-        if self.load is None:
-            return self.hello.capacity_blocks - sum(map(self.reserved_blocks, self.decoding.values()))
-        return self.load.free_blocks - sum(map(self.reserved_blocks, self._unseen()))
+        return self.burden.free_blocks
 
-    def reserved_blocks(self, job: Job) -> int:
-        """Slots a job is expected to take: its prompt, and an answer of the usual length."""
-        return self.needed_blocks(job.num_tokens, job.max_tokens)
+    def decoding_at(self, at_s: float, *, now: float) -> tuple[int, float]:
+        """Requests that will be decoding here at ``at_s`` or come later, and their tokens of context.
+
+        Who is predicted to be done by then is not among them, unless that should have been long ago. Those that come
+        later count: they will decode together with a request that begins at ``at_s``.
+        """
+        burden = self.burden
+        batch, context_tokens = burden.batch, float(burden.context_tokens)
+        if self.decoding:
+            leaves_s, tokens = self._leaving()
+            first, last = bisect_right(leaves_s, now), bisect_right(leaves_s, at_s)
+            if last > first:
+                batch = max(batch - (last - first), 0)
+                context_tokens *= 1.0 - (tokens[last] - tokens[first]) / max(tokens[-1], 1)
+        return batch, context_tokens + self._growth(batch, at_s - now)
+
+    def _leaving(self) -> tuple[list[float], list[int]]:
+        if self._leaves is None:
+            step_s = self._present_step_s(self.burden.context_tokens)
+            most_s = math.inf if self.residence_s is None else self.residence_s
+            usual = self.answers.tokens
+            leaves = []
+            for job in self.decoding.values():
+                begin_s = job.ready_s if job.prefilled_s is None else job.prefilled_s
+                stay_s = (job.max_tokens if job.max_tokens < usual else usual) * step_s
+                leaves.append((begin_s + (stay_s if stay_s < most_s else most_s), job.num_tokens))
+            leaves.sort()
+            self._leaves = ([leave_s for leave_s, _ in leaves],
+                            list(accumulate((tokens for _, tokens in leaves), initial=0)))
+        return self._leaves
+
+    def _growth(self, batch: int, seconds: float) -> float:
+        """Tokens that a batch will have added to its context."""
+        if not batch:
+            return 0.0
+        step_s = self.costs.step_s(batch=batch, context_tokens=self.burden.context_tokens)
+        return batch * min(max(seconds, 0.0) / max(step_s, 1e-6), self.answers.tokens)
 
     def needed_blocks(self, num_tokens: int, max_tokens: int) -> int:
         """Slots for such a request. Decode reserves the prompt only; answers rarely reach ``max_tokens``."""
-        return blocks_for(num_tokens + min(max_tokens, round(self.answer_tokens)), self.hello.spec.block_tokens)
+        return blocks_for(num_tokens + min(max_tokens, round(self.answers.tokens)), self.hello.spec.block_tokens)
 
     def residence_of(self, job: Job) -> float:
         """Predicted seconds from prefilled to done: what is usual here, or the usual answer at the present pace."""
-        step_s = self.costs.step_s(batch=max(len(self.decoding), 1), context_tokens=self.context_tokens())
-        longest_s = max(min(job.max_tokens, self.answer_tokens), 1.0) * step_s
+        step_s = self._present_step_s(self.burden.context_tokens)
+        longest_s = max(min(job.max_tokens, self.answers.tokens), 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
 
     def next_free_s(self, now: float) -> float:
@@ -155,9 +240,44 @@ class Worker:
         residence_s = self.residence_s if typical is None else self.residence_of(typical)
         return ahead / max(self.hello.max_running, 1) * (residence_s or 0.0)
 
-    def _unseen(self) -> Iterable[Job]:
-        """Jobs decided after the last heartbeat left: it cannot count them."""
-        return (job for job in self.decoding.values() if job.placed_s > self.load_s - _REACH_S)
+    def _present_step_s(self, context_tokens: int) -> float:
+        return self.costs.step_s(batch=max(len(self.decoding), 1), context_tokens=context_tokens)
+
+    def _sum(self) -> Burden:
+        lefts_s, receiving_bytes = 0.0, 0
+        first_left_s = first_since_s = first_least_s = unexplained_s = 0.0
+        if self.prefilling:
+            for job in self.prefilling.values():
+                lefts_s += job.work_s * (1.0 - job.done_share)
+                for _, nbytes in job.fetches:
+                    receiving_bytes += nbytes
+            first = next(iter(self.prefilling.values()))
+            first_left_s = first.work_s * (1.0 - first.done_share)
+            first_since_s = max(first.placed_s if first.started_s is None else first.started_s, self.prefilled_s)
+            if first.done_share:
+                first_since_s = max(first_since_s, self.load_s)
+            first_least_s = min(first_left_s, first.work_s * _LEAST_REMAINING)
+        if self.unexplained_tokens:
+            unexplained_s = self.costs.prefill_s(num_tokens=self.unexplained_tokens, hit_tokens=0)
+        load = self.load
+        if load is None:  # then no job is in it
+            batch = context_tokens = 0
+            free_blocks, seen_s = self.hello.capacity_blocks, -math.inf
+        else:
+            batch, context_tokens = load.running + load.queued, load.context_tokens
+            free_blocks, seen_s = load.free_blocks, self.load_s - _REACH_S
+        if self.decoding:
+            known_tokens = 0
+            for job in self.decoding.values():
+                known_tokens += job.num_tokens
+                if job.placed_s > seen_s:  # decided after the last heartbeat left: not in it
+                    batch += 1
+                    context_tokens += job.num_tokens
+                    free_blocks -= job.reserved_blocks
+            batch, context_tokens = max(batch, len(self.decoding)), max(context_tokens, known_tokens)
+        return Burden(
+            lefts_s - first_left_s, first_left_s, first_since_s, first_least_s, unexplained_s, receiving_bytes,
+            sum(self.sending.values()), batch, context_tokens, free_blocks)
 
 
 class Cluster:
@@ -167,11 +287,14 @@ class Cluster:
         self._policy = policy
         self.workers: dict[WorkerId, Worker] = {}
         self.jobs: dict[RequestId, Job] = {}
+        self.answers = Answers()
+        self.refused: Counter[str] = Counter()
+        """{kind: loads and observations that cannot be true}."""
 
     def join(self, hello: Hello) -> None:
         """A worker begins a life: it has no work and its profile is all that is known of its speed."""
         self.leave(hello.worker)
-        self.workers[hello.worker] = Worker(hello, hello.spec.digest, Costs(hello.profile))
+        self.workers[hello.worker] = Worker(hello, hello.spec.digest, Costs(hello.profile), answers=self.answers)
 
     def leave(self, worker: WorkerId) -> list[RequestId]:
         """A worker is gone with all it had in hand; answers the requests it was computing the prefill of."""
@@ -184,6 +307,7 @@ class Cluster:
         for other in self.workers.values():
             for request in lost:
                 other.sending.pop(request, None)
+            other.changed()
         return lost
 
     def place(self, placement: Placement, *, num_tokens: int, max_tokens: int, now: float) -> None:
@@ -191,7 +315,7 @@ class Cluster:
         self.release(placement.request, now=now)
         prefill, decode = self.workers.get(placement.prefill), self.workers.get(placement.decode)
         job = Job(placement.request, placement.attempt, placement.prefill, placement.decode, num_tokens, max_tokens,
-                  placement.hit_tokens, placement.predicted_prefill_s, now)
+                  placement.hit_tokens, placement.predicted_prefill_s, now, now + placement.predicted_ttft_s)
         if prefill is not None:
             block_bytes = prefill.hello.spec.block_bytes
             job.fetch_ahead_bytes, job.fetch_same_host = self.link(prefill, placement.sources)
@@ -200,9 +324,13 @@ class Cluster:
                 job.fetches.append((source.owner, nbytes))
                 if (owner := self.workers.get(source.owner)) is not None:
                     owner.sending[job.request] = owner.sending.get(job.request, 0) + nbytes
+                    owner.changed()
             prefill.prefilling[job.request] = job
+            prefill.changed()
         if decode is not None:
+            job.reserved_blocks = decode.needed_blocks(num_tokens, max_tokens)
             decode.decoding[job.request] = job
+            decode.changed()
         if prefill is not None or decode is not None:
             self.jobs[job.request] = job
 
@@ -225,12 +353,14 @@ class Cluster:
         self._fetched(job)
         if (prefill := self.workers.get(job.prefill)) is not None:
             prefill.prefilling.pop(request, None)
+            prefill.changed()
         if (decode := self.workers.get(job.decode)) is not None:
             decode.decoding.pop(request, None)
             if job.prefilled_s is not None:
                 here_s = now - job.prefilled_s
                 known_s = decode.residence_s
                 decode.residence_s = here_s if known_s is None else 0.9 * known_s + 0.1 * here_s
+            decode.changed()
         return True
 
     def progress(self, progress: Progress, now: float) -> None:
@@ -247,26 +377,35 @@ class Cluster:
                 if prefill is not None and 0 <= progress.hit_tokens < progress.num_tokens:
                     job.hit_tokens = progress.hit_tokens
                     job.work_s = prefill.costs.prefill_s(num_tokens=progress.num_tokens, hit_tokens=progress.hit_tokens)
+                    prefill.changed()
             case "prefilled" | "first_token":
                 self._prefilled(job, now)
             case "finished" | "failed":
                 self.release(progress.request, now=now)
 
     def _learn(self, progress: Progress, now: float) -> None:
+        """Takes in what a stage took. 0 seconds were not measured."""
         worker, stages = self.workers.get(progress.worker), progress.stages
         if worker is None:
             return
-        if progress.stage == "prefilled" and stages is not None:
-            if worker.costs.observe_prefill(
-                    stages.prefill_s, num_tokens=progress.num_tokens, hit_tokens=stages.hit_tokens):
-                worker.taught_s = now
+        if progress.stage == "prefilled" and stages is not None and stages.prefill_s != 0:
+            self._took(worker, "prefill", now, learnt=worker.costs.observe_prefill(
+                stages.prefill_s, num_tokens=progress.num_tokens, hit_tokens=stages.hit_tokens))
             job = self.jobs.get(progress.request)
             if stages.fetched_bytes and job is not None and job.fetch_same_host is not None:
-                worker.costs.observe_transfer(stages.fetch_s, stages.fetched_bytes + job.fetch_ahead_bytes,
-                                              same_host=job.fetch_same_host)
-        elif progress.stage == "finished" and worker.costs.observe_step(
-                progress.step_s, batch=progress.batch, context_tokens=progress.context_tokens):
-            worker.taught_s = now
+                self._took(worker, "transfer", None, learnt=worker.costs.observe_transfer(
+                    stages.fetch_s, stages.fetched_bytes + job.fetch_ahead_bytes, same_host=job.fetch_same_host))
+        elif progress.stage == "finished" and progress.step_s != 0:
+            self._took(worker, "decode", now, learnt=worker.costs.observe_step(
+                progress.step_s, batch=progress.batch, context_tokens=progress.context_tokens))
+
+    def _took(self, worker: Worker, kind: str, now: float | None, *, learnt: bool) -> None:
+        """Counts what was refused; ``now`` is when the pace was learnt, if it was that."""
+        if not learnt:
+            self.refused[kind] += 1
+            return
+        worker.taught_s = worker.taught_s if now is None else now
+        worker.changed()
 
     def load(self, load: Load, now: float) -> None:
         """A heartbeat corrects what is believed of the worker; one of an earlier life, or below zero, does not."""
@@ -274,8 +413,10 @@ class Cluster:
         if worker is None or worker.hello.incarnation != load.incarnation:
             return
         if min(load.queued, load.queued_tokens, load.running, load.context_tokens, load.free_blocks) < 0:
+            self.refused["load"] += 1
             return
         worker.load, worker.load_s = load, now
+        worker.changed()
         if load.role == "prefill":
             self._compare(worker, load, now)
         if load.queued or load.running or load.queued_tokens:
@@ -289,8 +430,10 @@ class Cluster:
 
     def answered(self, completion_tokens: int) -> None:
         """A request ended by itself after so many tokens."""
-        for worker in self.workers.values():
-            worker.answer_tokens = 0.95 * worker.answer_tokens + 0.05 * completion_tokens
+        if completion_tokens < 0:
+            self.refused["answer"] += 1
+        else:
+            self.answers.observe(completion_tokens)
 
     def _compare(self, worker: Worker, load: Load, now: float) -> None:
         """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""
@@ -315,19 +458,27 @@ class Cluster:
 
     def _prefilled(self, job: Job, now: float) -> None:
         self._fetched(job)
+        prefill = self.workers.get(job.prefill)
         if job.prefilled_s is None:
             job.prefilled_s = now
-            if (worker := self.workers.get(job.prefill)) is not None:
-                worker.prefilled_s = now
-        if (prefill := self.workers.get(job.prefill)) is not None:
+            if prefill is not None:
+                prefill.prefilled_s = now
+            if (decode := self.workers.get(job.decode)) is not None:
+                decode.changed()
+        if prefill is not None:
             prefill.prefilling.pop(job.request, None)
+            prefill.changed()
 
     def _fetched(self, job: Job) -> None:
         """Nothing of the job is on the way to the prefill worker any more."""
         for owner_id, _ in job.fetches:
             if (owner := self.workers.get(owner_id)) is not None:
                 owner.sending.pop(job.request, None)
-        job.fetches = []
+                owner.changed()
+        if job.fetches:
+            job.fetches = []
+            if (prefill := self.workers.get(job.prefill)) is not None:
+                prefill.changed()
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:

@@ -6,10 +6,13 @@ Each model is ``seconds = coefficients · features`` with non-negative coefficie
 * a decode step of ``b`` requests with ``c`` tokens of context in all: ``(1, b, c)``
 * a transfer of ``x`` bytes, those already under way on the link counted in: ``(1, x)``
 
-A fit looks at the last observations, newer ones weighing more. First the *pace*: the weighted median of observed over
-profiled seconds, which an outlier cannot move and which shows a worker turned slower after a handful of requests.
-Then the *shape*: least squares on relative residuals (Huber weights, three rounds), pulled softly towards pace times
-profile, so that coefficients the traffic says nothing about keep a sane ratio to the others.
+A fit is told one observation after the other and remembers sums only. First the *pace*: the weighted median of observed
+over profiled seconds among the last few, which an outlier cannot move and which shows a worker turned slower after a
+handful of requests. Then the *shape*: recursive least squares on relative residuals with exponential forgetting and
+Huber weights, pulled softly towards pace times profile, so that coefficients the traffic says nothing about keep a
+sane ratio to the others. An observation counts in full when it agrees with the fit or with the pace. When most of the
+last few disagree with the fit by one factor, all that was learnt before is taken to have changed by that factor: a
+worker that turned slower keeps its shape.
 """
 
 from __future__ import annotations
@@ -17,15 +20,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from operator import mul
 
 from shared.messages import Profile
 
-_WINDOW = 32
+_PACE_WINDOW = 16
 _DECAY = 0.87
 """Weight of an observation relative to the one after it: five new ones outweigh all older ones."""
+_RECENT = 7
+_DRIFT = 1.3
+"""When most of the last few observations are further than this factor from the fit, the worker has another pace."""
 _PULL = 0.01
 """Strength of the pull towards the profile, in observations."""
 _HUBER = 0.25
@@ -37,8 +41,8 @@ _RANGE = 100.0
 _SHARE = 0.25
 """The unit a coefficient changes in is its profiled value, or this share of an ordinary case's time when that is
 more: a profile is measured once, and noise can make a coefficient vanish from it."""
-
-_Array = npt.NDArray[np.float64]
+_LEAST = 1e-15
+"""No coefficient of a profile is smaller."""
 
 
 class Fit:
@@ -46,14 +50,20 @@ class Fit:
 
     def __init__(self, profile: Sequence[float], *, typical: Sequence[float]) -> None:
         """``typical`` are the features of an ordinary case, all above 0."""
-        finite = np.nan_to_num(np.asarray(profile, dtype=float), nan=0.0, posinf=0.0, neginf=0.0)
-        self._profile: _Array = np.maximum(finite, 1e-15)
-        ordinary = np.asarray(typical, dtype=float)
+        self._profile = tuple(max(value, _LEAST) if math.isfinite(value) else _LEAST for value in profile)
+        ordinary_s = _dot(self._profile, typical)
         #: the unit in which each coefficient changes
-        self._unit: _Array = np.maximum(self._profile, _SHARE * float(self._profile @ ordinary) / ordinary)
-        self._coefficients: tuple[float, ...] = tuple(self._profile.tolist())
-        self._features: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._unit = tuple(max(value, _SHARE * ordinary_s / feature)
+                           for value, feature in zip(self._profile, typical, strict=True))
+        self.coefficients = self._profile
+        """Seconds for each unit of each feature."""
+        #: observed over profiled seconds, the newest last
+        self._ratios: deque[float] = deque(maxlen=_PACE_WINDOW)
+        #: the last observations: (features, seconds)
+        self._recent: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_RECENT)
+        #: the normal equations of ``coefficients · features / seconds = 1``: matrix and right side
+        self._squares = [[0.0] * len(self._profile) for _ in self._profile]
+        self._sums = [0.0] * len(self._profile)
         self.observations = 0
         """How many were taken in."""
         self.relative_error: float | None = None
@@ -61,37 +71,55 @@ class Fit:
 
     def seconds(self, *features: float) -> float:
         """The prediction."""
-        return sum(coefficient * feature for coefficient, feature in zip(self._coefficients, features, strict=True))
+        return _dot(self.coefficients, features)
 
     def observe(self, seconds: float, *features: float) -> bool:
         """Learns; answers False and changes nothing when the numbers cannot be true."""
         if not (math.isfinite(seconds) and seconds > 0 and all(math.isfinite(f) and f >= 0 for f in features)):
             return False
-        error = abs(self.seconds(*features) - seconds) / seconds
+        error = abs(_dot(self.coefficients, features) - seconds) / seconds
         self.relative_error = error if self.relative_error is None else 0.8 * self.relative_error + 0.2 * error
-        self._features.append(features)
-        self._seconds.append(seconds)
         self.observations += 1
-        self._refit()
+        profiled_s = _dot(self._profile, features)
+        self._ratios.append(seconds / profiled_s)
+        pace = _recent_median(self._ratios)
+        expected_s = pace * profiled_s
+        seconds = min(max(seconds, expected_s / _CLIP), expected_s * _CLIP)
+        self._add([feature / seconds for feature in features], expected_s / seconds)
+        self.coefficients = self._solve(pace)
+        self._recent.append((features, seconds))
+        if len(self._recent) == _RECENT:
+            drift = sorted(took_s / _dot(self.coefficients, these) for these, took_s in self._recent)[_RECENT // 2]
+            if not 1 / _DRIFT < drift < _DRIFT:
+                self._rescale(drift)
+                self.coefficients = self._solve(pace)
         return True
 
-    def _refit(self) -> None:
-        features, seconds = np.array(self._features), np.array(self._seconds)
-        profiled = features @ self._profile
-        age_weights = _DECAY ** np.arange(len(seconds) - 1, -1, -1, dtype=float)
-        pace = _weighted_median(seconds / profiled, age_weights)
-        seconds = np.clip(seconds, profiled * pace / _CLIP, profiled * pace * _CLIP)
-        # rows in parts of one observation: what a change of each coefficient by its unit, times pace, would add
-        parts = features * (self._unit * pace) / seconds[:, None]
-        short = 1.0 - profiled * pace / seconds
-        change = np.zeros(len(self._profile))
-        for _ in range(3):
-            residuals = short - parts @ change
-            weights = age_weights * np.minimum(1.0, _HUBER / np.maximum(np.abs(residuals), 1e-9))
-            weighted = parts * weights[:, None]
-            change = np.linalg.solve(weighted.T @ parts + _PULL * np.eye(len(change)), weighted.T @ short)
-        fitted = np.clip(self._profile + self._unit * change, self._profile / _RANGE, self._unit * _RANGE)
-        self._coefficients = tuple((pace * fitted).tolist())
+    def _rescale(self, drift: float) -> None:
+        """What was learnt keeps its shape and takes ``drift`` times as long from now on."""
+        self._sums = [value / drift for value in self._sums]
+        self._squares = [[value / drift**2 for value in row] for row in self._squares]
+
+    def _add(self, row: list[float], paced: float) -> None:
+        """``row`` are the features, ``paced`` is what pace and profile predict, both in parts of what was observed."""
+        residual = min(abs(1.0 - _dot(self.coefficients, row)), abs(1.0 - paced))
+        weight = min(1.0, _HUBER / max(residual, 1e-9))
+        for i, part in enumerate(row):
+            weighted = weight * part
+            self._sums[i] = _DECAY * self._sums[i] + weighted
+            squares = self._squares[i]
+            for j, other in enumerate(row):
+                squares[j] = _DECAY * squares[j] + weighted * other
+
+    def _solve(self, pace: float) -> tuple[float, ...]:
+        """The coefficients nearest to what was observed and, a little, to ``pace`` times the profile."""
+        centre = [pace * value for value in self._profile]
+        units = [pace * unit for unit in self._unit]
+        size = range(len(centre))
+        matrix = [[units[i] * units[j] * self._squares[i][j] + (_PULL if i == j else 0.0) for j in size] for i in size]
+        right = [units[i] * (self._sums[i] - _dot(self._squares[i], centre)) for i in size]
+        changes = _solved(matrix, right)
+        return tuple(min(max(centre[i] + units[i] * changes[i], centre[i] / _RANGE), units[i] * _RANGE) for i in size)
 
 
 class Costs:
@@ -105,18 +133,34 @@ class Costs:
         link = (profile.transfer_fixed_s, 1.0 / max(profile.transfer_bytes_per_s, 1.0))
         self._links = {same_host: Fit(link, typical=(1.0, 1e6)) for same_host in (True, False)}
 
+    @property
+    def prefill(self) -> tuple[float, ...]:
+        """Seconds for each prefill, token computed, and square of tokens: see :meth:`prefill_s`."""
+        return self._prefill.coefficients
+
+    @property
+    def decode(self) -> tuple[float, ...]:
+        """Seconds for each step, request, and token of context: see :meth:`step_s`."""
+        return self._decode.coefficients
+
+    def link(self, *, same_host: bool) -> tuple[float, ...]:
+        """Seconds for each transfer, and byte: see :meth:`transfer_s`."""
+        return self._links[same_host].coefficients
+
     def prefill_s(self, *, num_tokens: int, hit_tokens: int) -> float:
         """Computing ``num_tokens`` of which the first ``hit_tokens`` are cached."""
-        return self._prefill.seconds(*_prefill_features(num_tokens, hit_tokens))
+        fixed_s, token_s, square_s = self._prefill.coefficients
+        return fixed_s + (num_tokens - hit_tokens) * (token_s + square_s * (num_tokens + hit_tokens))
 
     def observe_prefill(self, seconds: float, *, num_tokens: int, hit_tokens: int) -> bool:
         """One prefill took ``seconds`` of computing."""
         features = _prefill_features(num_tokens, hit_tokens)
         return num_tokens > hit_tokens >= 0 and self._prefill.observe(seconds, *features)
 
-    def step_s(self, *, batch: int, context_tokens: int) -> float:
+    def step_s(self, *, batch: float, context_tokens: float) -> float:
         """One decode step."""
-        return self._decode.seconds(1.0, batch, context_tokens)
+        fixed_s, request_s, token_s = self._decode.coefficients
+        return fixed_s + request_s * batch + token_s * context_tokens
 
     def observe_step(self, seconds: float, *, batch: int, context_tokens: int) -> bool:
         """Decode steps took ``seconds`` each."""
@@ -124,7 +168,8 @@ class Costs:
 
     def transfer_s(self, nbytes: int, *, same_host: bool) -> float:
         """``nbytes`` into this worker, those ahead of it on the link counted in."""
-        return self._links[same_host].seconds(1.0, nbytes)
+        fixed_s, byte_s = self._links[same_host].coefficients
+        return fixed_s + byte_s * nbytes
 
     def observe_transfer(self, seconds: float, nbytes: int, *, same_host: bool) -> bool:
         """``nbytes`` (those ahead included) took ``seconds``."""
@@ -141,7 +186,37 @@ def _prefill_features(num_tokens: int, hit_tokens: int) -> tuple[float, float, f
     return 1.0, float(num_tokens - hit_tokens), float(num_tokens) ** 2 - float(hit_tokens) ** 2
 
 
-def _weighted_median(values: _Array, weights: _Array) -> float:
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return float(sum(map(mul, one, other)))
+
+
+def _recent_median(values: Sequence[float]) -> float:
+    """The median of ``values``, the later ones weighing more."""
+    weighted, weight = [], 1.0
+    for value in reversed(values):
+        weighted.append((value, weight))
+        weight *= _DECAY
+    weighted.sort()
+    half = sum(weight for _, weight in weighted) / 2
+    reached = 0.0
+    for value, weight in weighted:
+        reached += weight
+        if reached >= half:
+            return value
+    return weighted[-1][0]
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solves a small symmetric positive definite system by elimination; needs no pivoting."""
+    size = len(right)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = matrix[j][i] / matrix[i][i]
+            for k in range(i, size):
+                matrix[j][k] -= factor * matrix[i][k]
+            right[j] -= factor * right[i]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(matrix[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (right[i] - known) / matrix[i][i]
+    return solution

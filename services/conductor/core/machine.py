@@ -254,6 +254,7 @@ class Conductor:
         if live != set(self._cluster.workers):
             raise Bug(f"conductor: live members {sorted(live)} are not the cluster's {sorted(self._cluster.workers)}")
         for worker in self._cluster.workers.values():
+            worker.check_invariants()
             for job in [*worker.prefilling.values(), *worker.decoding.values()]:
                 if self._cluster.jobs.get(job.request) is not job:
                     raise Bug(f"conductor: {worker.id} is burdened with request {job.request} that is over")

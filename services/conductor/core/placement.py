@@ -10,6 +10,10 @@ ratio has to be tuned. At least the last token is always computed: reuse ends at
 blocks. The decode worker is the one with the shortest predicted step among those with room; among equals the one
 that holds most of the prompt already, since that much less has to be pushed to it.
 
+Queues and costs of all workers are compared side by side (``board``); pulls, which have to be put together, only on
+workers that could win by them. As a pull gets longer, the seconds of computing it saves grow ever faster and those of
+the transfer evenly, so pulling all there is bounds what any pull can bring.
+
 Options within ``Policy.tie`` of the best are equals and one is drawn: replicas that see the same picture would
 otherwise all pick the same worker.
 """
@@ -17,17 +21,28 @@ otherwise all pick the same worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
+import numpy as np
+
+from services.conductor.core.board import Column, DecodeBoard, Mask, PrefillBoard
 from services.conductor.core.cluster import Cluster, Worker
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
-from shared.ids import ConductorId, WorkerId
+from shared.ids import ConductorId, SpecDigest, WorkerId
 from shared.messages import Candidate, Placement, PlaceRequest, Rejection, Source
+
+_MOST_PULLS = 12
+"""Workers for which pulls are put together, those first that could gain most."""
+_MOST_FUTURES = 4
+"""Decode workers whose batch at the end of the prefill is looked at, those first that are best now."""
+_KNOWN_S = 1.0
+"""How long the best of the workers whose pace was learnt lately is taken to be that."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,16 @@ class Usable:
     excluded: int
     """Workers that would be usable were they not excluded by the request."""
 
+    @cached_property
+    def prefill_board(self) -> PrefillBoard:
+        """The numbers of ``prefill``."""
+        return PrefillBoard(self.prefill)
+
+    @cached_property
+    def decode_board(self) -> DecodeBoard:
+        """The numbers of ``decode``."""
+        return DecodeBoard(self.decode)
+
     def without(self, exclude: Collection[WorkerId]) -> Usable:
         """The others."""
         if not exclude:
@@ -49,27 +74,22 @@ class Usable:
         return Usable(prefill, decode, self.excluded + len(self.prefill) + len(self.decode) - left)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Option:
     """One way to prefill, with its terms in seconds."""
 
     worker: Worker
     own_blocks: int
-    sources: Sequence[Source]
     queue_s: float
-    transfer_s: float
     prefill_s: float
+    transfer_s: float = 0.0
+    sources: Sequence[Source] = ()
     note: str = ""
-
-    @property
-    def compute_s(self) -> float:
-        """What the request needs once it is its turn."""
-        return self.transfer_s + self.prefill_s
 
     @property
     def ttft_s(self) -> float:
         """Predicted seconds to the first token."""
-        return self.queue_s + self.compute_s
+        return self.queue_s + self.transfer_s + self.prefill_s
 
     @property
     def fetched_blocks(self) -> int:
@@ -83,22 +103,67 @@ class _Option:
             own_blocks=self.own_blocks, fetched_blocks=self.fetched_blocks, note=self.note)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Decode:
     """One decode worker, with what is predicted of it."""
 
     worker: Worker
     tbt_s: float
-    wait_s: float
     own_blocks: int
 
 
+@dataclass
+class _Field:
+    """All prefill workers, side by side, for one request. Arrays have a cell for each worker of the board."""
+
+    board: PrefillBoard
+    covered: int
+    """Leading blocks each of which some sender has."""
+    own: list[int]
+    """Leading blocks each worker has."""
+    queue_s: Column
+    alone_s: Column
+    """Computing what it has not."""
+    rest_s: Column
+    """Computing what no sender has."""
+    pull_s: Column
+    """At least what pulling that much takes."""
+    is_worth: Mask
+    """Whether pulling may pay."""
+    is_open: Mask | None
+    """Whose queue is short enough; ``None`` when all are."""
+    ttft_s: Column
+    """Of the best way known."""
+    pulls: dict[int, _Option] = field(default_factory=dict)
+    """{place on the board: the best way with pulls}, of those that were looked at."""
+
+    def alone(self, place: int) -> _Option:
+        """Without pulls."""
+        return _Option(self.board.workers[place], self.own[place], float(self.queue_s[place]),
+                       float(self.alone_s[place]))
+
+    def best(self, place: int) -> _Option:
+        """The best way known."""
+        pull = self.pulls.get(place)
+        return pull if pull is not None and pull.ttft_s <= self.ttft_s[place] else self.alone(place)
+
+    def note(self, place: int) -> str:
+        """Why nothing is pulled; empty where nothing could be."""
+        if self.own[place] >= self.covered or place in self.pulls:
+            return ""
+        return (f"recomputes {self.covered - self.own[place]} blocks in "
+                f"{float(self.alone_s[place] - self.rest_s[place]):.3g} s: "
+                f"pulling them would take {float(self.pull_s[place]):.3g} s")
+
+
 class Placer:
-    """Decides. Its only state is the generator that breaks ties."""
+    """Decides. Its state is the generator that breaks ties, and who was known best a moment ago."""
 
     def __init__(self, conductor: ConductorId, policy: Policy, *, seed: int) -> None:
         self._conductor, self._policy = conductor, policy
         self._rng = random.Random(seed)
+        #: {(role, spec): (until when, costs of the best whose pace was learnt lately)}
+        self._known: dict[tuple[str, SpecDigest], tuple[float, Costs | None]] = {}
 
     def place(self, ask: PlaceRequest, cluster: Cluster, usable: Usable, match: Match, *,
               now: float) -> Placement | Rejection:
@@ -107,16 +172,14 @@ class Placer:
         if not usable.prefill or not usable.decode:
             return reasons.no_worker(prefill=len(usable.prefill), decode=len(usable.decode), excluded=usable.excluded,
                                      retry_after_s=self._policy.suspect_after_s)
-        known = self._known(usable.prefill, now, key=lambda costs: costs.prefill_s(
-            num_tokens=ask.num_tokens, hit_tokens=0))
-        options = [option for worker in usable.prefill
-                   for option in self._options(ask, worker, cluster, match, known, now)]
-        options.sort(key=lambda option: option.ttft_s)
-        candidates = [option.candidate() for option in options[:self._policy.candidates]]
-        prefill = self._draw([option for option in options if option.queue_s <= self._policy.max_queue_s])
-        if prefill is None:
-            return reasons.queues_full(options[0].queue_s, self._policy.max_queue_s, candidates)
-        decode = self._decode(ask, usable.decode, match, now)
+        options = self._field(ask, usable.prefill_board, match, now)
+        if options.is_open is not None and not options.is_open.any():
+            return reasons.queues_full(float(options.queue_s.min()), self._policy.max_queue_s,
+                                       self._candidates(options))
+        self._pull(ask, cluster, options, match)
+        prefill = self._draw(options)
+        candidates = self._candidates(options)
+        decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
         if decode is None:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates)
         ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
@@ -139,95 +202,177 @@ class Placer:
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
             predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode.tbt_s, candidates=candidates)
 
-    def _known(self, workers: Sequence[Worker], now: float, *, key: Callable[[Costs], float]) -> Costs | None:
+    # What workers' paces are worth
+
+    def _best_known(self, role: Literal["prefill", "decode"], workers: Sequence[Worker], now: float) -> Costs | None:
         """The costs of the best of ``workers`` whose pace was learnt lately; ``None`` when there is no such worker."""
-        lately = [worker.costs for worker in workers if now - worker.taught_s <= self._policy.trust_s]
-        return min(lately, key=key, default=None)
+        key = role, workers[0].spec
+        until_s, known = self._known.get(key, (-1.0, None))
+        if now > until_s:
+            lately = [worker.costs for worker in workers if now - worker.taught_s <= self._policy.trust_s]
+            if role == "prefill":
+                known = min(lately, key=lambda costs: costs.prefill_s(num_tokens=8192, hit_tokens=0), default=None)
+            else:
+                known = min(lately, key=lambda costs: costs.step_s(batch=8, context_tokens=65_536), default=None)
+            self._known[key] = now + _KNOWN_S, known
+        return known
 
-    def _pace(self, worker: Worker, known: Costs | None, now: float, seconds: Callable[[Costs], float]) -> float:
-        """``seconds`` by the worker's own costs, or by those better known where its own are old and worse."""
-        own_s = seconds(worker.costs)
-        if known is None or now - worker.taught_s <= self._policy.trust_s:
-            return own_s
-        return min(own_s, seconds(known))
+    def _doubted(self, role: Literal["prefill", "decode"], board: PrefillBoard | DecodeBoard,
+                 now: float) -> tuple[Mask | None, Costs | None]:
+        """Whose own costs are too old to be held against them, and the costs to take instead where those are less."""
+        is_old = now - board.taught_s > self._policy.trust_s
+        if not is_old.any() or is_old.all():
+            return None, None
+        return is_old, self._best_known(role, board.workers, now)
 
-    def _options(self, ask: PlaceRequest, worker: Worker, cluster: Cluster, match: Match, known: Costs | None,
-                 now: float) -> list[_Option]:
-        """The best option without pulling on ``worker``, and the best with, when that is worth it."""
-        def prefill_s(hit_blocks: int) -> float:
-            hit_tokens = hit_blocks * worker.hello.spec.block_tokens
-            return self._pace(worker, known, now, lambda costs: costs.prefill_s(
-                num_tokens=ask.num_tokens, hit_tokens=hit_tokens))
+    # Prefill
 
-        queue_s = worker.queue_s(now)
-        own = match.own.get(worker.id, 0)
-        alone = _Option(worker, own, (), queue_s, 0.0, prefill_s(own))
-        pulls: list[_Option] = []
+    def _field(self, ask: PlaceRequest, board: PrefillBoard, match: Match, now: float) -> _Field:
+        """Everything that needs no pull to be put together."""
+        board.refresh()
+        spec, covered = board.workers[0].hello.spec, match.covered
+        own = [0] * len(board.workers)
+        for worker, blocks in match.own.items():
+            if (place := board.places.get(worker)) is not None:
+                own[place] = blocks
+        hit_blocks = np.empty((2, len(own)))  # alone; with all that can be pulled
+        hit_blocks[0] = own
+        np.maximum(hit_blocks[0], covered, out=hit_blocks[1])
+        hit_tokens = hit_blocks * spec.block_tokens
+        prefill_s = board.prefill_s(ask.num_tokens, hit_tokens)
+        is_old, known = self._doubted("prefill", board, now)
+        if is_old is not None and known is not None:
+            known_s = board.prefill_s(ask.num_tokens, hit_tokens, costs=known)
+            prefill_s = np.where(is_old, np.minimum(prefill_s, known_s), prefill_s)
+        alone_s, rest_s = prefill_s
+        queue_s = board.queue_s(now)
+        pull_s = board.pull_s((hit_blocks[1] - hit_blocks[0]) * spec.block_bytes)
+        is_worth = (alone_s - rest_s >= pull_s * self._policy.fetch_gain) & (alone_s > rest_s)
+        is_open = None if queue_s.max() <= self._policy.max_queue_s else queue_s <= self._policy.max_queue_s
+        return _Field(board, covered, own, queue_s, alone_s, rest_s, pull_s, is_worth, is_open, queue_s + alone_s)
+
+    def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match) -> None:
+        """Puts pulls together where they may be the best there is."""
+        may_win = options.is_worth if options.is_open is None else options.is_worth & options.is_open
+        if not may_win.any():
+            return
+        ttft_s = options.ttft_s if options.is_open is None else options.ttft_s[options.is_open]
+        best_s = float(ttft_s.min()) * (1 + self._policy.tie)
+        bound_s = np.where(may_win, options.queue_s + options.pull_s + options.rest_s, np.inf)
+        for place in np.argsort(bound_s, kind="stable")[:_MOST_PULLS].tolist():
+            if bound_s[place] > best_s:
+                break
+            pull = self._chain(ask, cluster, options, match, place)
+            if pull is not None:
+                options.pulls[place] = pull
+                if pull.ttft_s < options.ttft_s[place]:
+                    options.ttft_s[place] = pull.ttft_s
+                    best_s = min(best_s, pull.ttft_s * (1 + self._policy.tie))
+
+    def _chain(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, place: int) -> _Option | None:
+        """The best chain of pulls on a worker; ``None`` when computing is about as fast."""
+        worker = options.board.workers[place]
+        spec, own = worker.hello.spec, int(options.own[place])
+        best: _Option | None = None
         sources: list[Source] = []
-        end = own
+        best_s, end = float("inf"), own
+        # what its own costs say too much of all it has to compute, they say of a part of it
+        doubt = float(options.alone_s[place]) / worker.costs.prefill_s(
+            num_tokens=ask.num_tokens, hit_tokens=own * spec.block_tokens)
         while len(sources) < self._policy.max_sources:
             source = self._longest(worker, cluster, match, end)
             if source is None:
                 break
             sources.append(source)
             end = source.first_block + source.num_blocks
-            pulls.append(_Option(worker, own, tuple(sources), queue_s, self._transfer_s(worker, cluster, sources),
-                                 prefill_s(end)))
-        if not pulls:
-            return [alone]
-        pull = min(pulls, key=lambda option: option.compute_s)
-        gain_s = alone.prefill_s - pull.prefill_s
-        if gain_s >= pull.transfer_s * self._policy.fetch_gain:
-            return [alone, pull]
-        return [replace(alone, note=f"recomputes {pull.fetched_blocks} blocks in {gain_s:.3g} s: "
-                                            f"pulling them would take {pull.transfer_s:.3g} s")]
+            ahead_bytes, same_host = cluster.link(worker, sources)
+            transfer_s = worker.costs.transfer_s((end - own) * spec.block_bytes + ahead_bytes,
+                                                 same_host=same_host is True)
+            prefill_s = doubt * worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=end * spec.block_tokens)
+            if transfer_s + prefill_s < best_s:
+                best_s = transfer_s + prefill_s
+                best = _Option(worker, own, float(options.queue_s[place]), prefill_s, transfer_s, tuple(sources))
+        if best is None or options.alone_s[place] - best.prefill_s < best.transfer_s * self._policy.fetch_gain:
+            return None
+        return best
 
     def _longest(self, worker: Worker, cluster: Cluster, match: Match, start: int) -> Source | None:
         """The longest run from ``start`` that one other worker can send, by the owner that has least to send."""
         end, owners = match.run(start)
-        senders = [owner for owner in owners if owner != worker.id]
+        senders = [cluster.workers[owner] for owner in owners if owner != worker.id]
         if end == start or not senders:
             return None
-        host = worker.hello.endpoint.host
-        owner = min((cluster.workers[sender] for sender in senders), key=lambda owner: (
-            owner.hello.endpoint.host != host, owner.sending_bytes(), self._rng.random()))
+        owner = senders[0]
+        if len(senders) > 1:
+            host = worker.hello.endpoint.host
+            owner = min(senders, key=lambda owner: (
+                owner.hello.endpoint.host != host, owner.sending_bytes(), self._rng.random()))
         return Source(owner=owner.id, incarnation=owner.hello.incarnation, first_block=start, num_blocks=end - start)
 
-    @staticmethod
-    def _transfer_s(worker: Worker, cluster: Cluster, sources: Sequence[Source]) -> float:
-        nbytes = sum(source.num_blocks for source in sources) * worker.hello.spec.block_bytes
-        ahead_bytes, same_host = cluster.link(worker, sources)
-        return worker.costs.transfer_s(nbytes + ahead_bytes, same_host=same_host is True)
+    def _draw(self, options: _Field) -> _Option:
+        """One of the best."""
+        ttft_s = options.ttft_s if options.is_open is None else np.where(options.is_open, options.ttft_s, np.inf)
+        equals = np.flatnonzero(ttft_s <= ttft_s.min() * (1 + self._policy.tie))
+        return options.best(self._rng.choice(equals.tolist()))
 
-    def _decode(self, ask: PlaceRequest, workers: Sequence[Worker], match: Match, now: float) -> _Decode | None:
-        known = self._known(workers, now, key=lambda costs: costs.step_s(batch=1, context_tokens=ask.num_tokens))
+    def _candidates(self, options: _Field) -> list[Candidate]:
+        """The best ways, best first; the best one without pulls says why."""
+        most, workers = self._policy.candidates, options.board.workers
+        alone_s = options.queue_s + options.alone_s
+        places = (np.argpartition(alone_s, most)[:most] if len(workers) > most else np.argsort(alone_s)).tolist()
+        queue_s, prefill_s = options.queue_s[places].tolist(), options.alone_s[places].tolist()
+        best = min(places, key=lambda place: float(alone_s[place]))
+        ways = [Candidate(prefill=workers[place].id, queue_s=queue_s[i], transfer_s=0.0, prefill_s=prefill_s[i],
+                          own_blocks=options.own[place], fetched_blocks=0,
+                          note=options.note(place) if place == best else "") for i, place in enumerate(places)]
+        ways += [pull.candidate() for pull in options.pulls.values()]
+        ways.sort(key=_ttft_s)
+        return ways[:most]
+
+    # Decode
+
+    def _decode(self, ask: PlaceRequest, board: DecodeBoard, match: Match, now: float,
+                ttft_s: float) -> _Decode | None:
+        """The one with the shortest step at the time the prefill is predicted to end."""
+        board.refresh()
+        workers = board.workers
+        wait_s = np.zeros(len(workers))
+        for place in np.flatnonzero(board.batch + 1 > board.max_running).tolist():
+            wait_s[place] = workers[place].slot_wait_s(now)
+        has_room = board.free_blocks >= workers[0].needed_blocks(ask.num_tokens, ask.max_tokens)
+        wait_s[~has_room] = np.inf
+        least_s = wait_s.min()
+        if least_s > self._policy.max_queue_s:
+            return None
+        is_old, known = self._doubted("decode", board, now)
+        step_s = board.step_s(ask.num_tokens)
+        if is_old is not None and known is not None:
+            step_s = np.where(is_old, np.minimum(step_s, board.step_s(ask.num_tokens, costs=known)), step_s)
+        step_s = np.where(wait_s <= least_s, step_s, np.inf)
+        places = np.argsort(step_s, kind="stable")[:_MOST_FUTURES].tolist()
+        if step_s[places[-1]] <= step_s[places[0]] * (1 + self._policy.tie):  # there may be more that are as good
+            equals = np.flatnonzero(step_s <= step_s[places[0]] * (1 + self._policy.tie)).tolist()
+            holders = [place for place in equals if workers[place].id in match.own]
+            places = [*holders, *self._rng.sample(equals, min(len(equals), _MOST_FUTURES))]
         found = []
-        for worker in workers:
-            wait_s = worker.slot_wait_s(now)
-            needed = worker.needed_blocks(ask.num_tokens, ask.max_tokens)
-            if wait_s <= self._policy.max_queue_s and needed <= worker.free_blocks():
-                batch = min(worker.batch() + 1, worker.hello.max_running)
-                tbt_s = self._pace(worker, known, now, partial(
-                    Costs.step_s, batch=batch, context_tokens=worker.context_tokens() + ask.num_tokens))
-                found.append(_Decode(worker, tbt_s, wait_s, match.own.get(worker.id, 0)))
-        if not found:
-            return None
-        best = min(found, key=lambda one: (one.wait_s, one.tbt_s))
-        limit_s = best.tbt_s * (1 + self._policy.tie)
-        equals = [one for one in found if one.wait_s <= best.wait_s and one.tbt_s <= limit_s]
-        most = max(one.own_blocks for one in equals)
-        return self._rng.choice([one for one in equals if one.own_blocks == most])
+        for place in places:
+            if wait_s[place] > least_s:
+                continue
+            worker = workers[place]
+            batch, context_tokens = worker.decoding_at(now + ttft_s, now=now)
+            batch, context_tokens = min(batch + 1, worker.hello.max_running), context_tokens + ask.num_tokens
+            tbt_s = worker.costs.step_s(batch=batch, context_tokens=context_tokens)
+            if is_old is not None and known is not None and is_old[place]:
+                tbt_s = min(tbt_s, known.step_s(batch=batch, context_tokens=context_tokens))
+            found.append(_Decode(worker, tbt_s, match.own.get(worker.id, 0)))
+        limit_s = min(one.tbt_s for one in found) * (1 + self._policy.tie)
+        equally = [one for one in found if one.tbt_s <= limit_s]
+        most = max(one.own_blocks for one in equally)
+        return self._rng.choice([one for one in equally if one.own_blocks == most])
 
-    def _draw(self, options: list[_Option]) -> _Option | None:
-        """One of the best of ``options``, which are sorted."""
-        if not options:
-            return None
-        limit_s = options[0].ttft_s * (1 + self._policy.tie)
-        best: dict[WorkerId, _Option] = {}
-        for option in options:
-            if option.ttft_s <= limit_s:
-                best.setdefault(option.worker.id, option)
-        return self._rng.choice(list(best.values()))
+
+def _ttft_s(way: Candidate) -> float:
+    return way.queue_s + way.transfer_s + way.prefill_s
 
 
 def _slo(asked_s: float | None, default_s: float | None) -> float | None:
