@@ -1,8 +1,8 @@
 """The policy that knows the future: what is used next at the latest moment goes first.
 
 What a block continues is never used later than the block, so of all blocks the one used farthest ahead is always a
-leaf, and leaves first costs Belady's rule nothing. It is the bound for a cache that, like a worker, must take in the
-blocks it computes; they may be the first to go again.
+leaf, and leaves first costs Belady's rule nothing. Blocks that are never used again are not even taken in, which
+spares those that a prompt would displace while it is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from shared.store.policies.leaves import Rank
 
 
 def bound(prompts: Sequence[Prompt], blocks: int) -> Hits:
-    """What no policy can exceed in a pool of ``blocks``, but for what a prompt displaces while it is taken in."""
+    """What policies are measured against in a pool of ``blocks``."""
     numbered = [replace(prompt, at_s=float(index)) for index, prompt in enumerate(prompts)]
-    return replay(numbered, BlockPool(blocks, Belady(numbered)))
+    last = {key: index for index, prompt in enumerate(prompts) for key in prompt.keys}
+    # What a block continues is used at least as late: those used again are the leading ones.
+    stored = [sum(last[key] > index for key in prompt.keys) for index, prompt in enumerate(prompts)]
+    return replay(numbered, BlockPool(blocks, Belady(numbered)), stored=stored)
 
 
 class Belady(Ranked):

@@ -62,14 +62,18 @@ def prompts_of(trace: Trace) -> list[Prompt]:
     return prompts
 
 
-def replay(prompts: Sequence[Prompt], pool: BlockPool) -> Hits:
-    """Puts ``prompts`` through ``pool``, which should be fresh."""
+def replay(prompts: Sequence[Prompt], pool: BlockPool, *, stored: Sequence[int] | None = None) -> Hits:
+    """Puts ``prompts`` through ``pool``, which should be fresh.
+
+    ``stored`` says of each prompt how many leading blocks the cache shall take in at most; all unless given.
+    """
     hit_tokens = evicted = 0
     for index, prompt in enumerate(prompts):
         operation, now = OperationId(str(index)), prompt.at_s
         hit = len(pool.pin(operation, prompt.keys, now=now))
         hit_tokens += sum(block.tokens for block in prompt.blocks[:hit])
-        missing = prompt.blocks[hit:hit + min(len(prompt.blocks) - hit, pool.available)]
+        most = len(prompt.blocks) if stored is None else stored[index]
+        missing = prompt.blocks[hit:min(most, hit + pool.available)]
         allocation = pool.allocate(operation, len(missing), now=now)
         if allocation is None:
             raise Bug(f"{len(missing)} of {pool.available} available slots were refused")

@@ -2,11 +2,11 @@
 
 Most blocks of real traces are used once, a chat goes on after a minute or two or never, and a system prompt is used
 all the time. So a block's *class* is how often it was used before (dropped blocks are remembered for a while, see
-``recall``) and how long the chain was that it was last used in; a sample of the blocks shows how long each class waits
-for its next use (``reuse``). Eviction compares the blocks unused longest of each class and takes the one whose outlook
-at its age is the poorest. That resists one-shot blocks when memory is short, since young classes that seldom come back
-are poor from the start; keeps chats that have gone on before; and is about LRU when memory is plentiful, since then
-only what is beyond every reasonable age is poor.
+``recall``) and whose it is; a sample of the blocks shows how long each class waits for its next use (``reuse``).
+Eviction compares the blocks unused longest of each class and takes the one whose outlook at its age is the poorest.
+That resists one-shot blocks when memory is short, since classes that seldom come back are poor from the start; keeps
+chats that have gone on before; and is about LRU when memory is plentiful, since then only what is beyond every
+reasonable age is poor.
 
 What is observed does not depend on what is cached: sampled keys are watched from use to use whether they are still
 stored or not, so a class is not condemned for ever by having been evicted too early to be used again.
@@ -17,22 +17,25 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
+from zlib import crc32
 
+from shared.errors import Bug
 from shared.ids import BlockKey
 from shared.messages import StoredBlock
-from shared.store.policies.base import Entry, Policy
+from shared.store.policies.base import Policy
 from shared.store.policies.leaves import Leaves, Rank
-from shared.store.policies.recall import Recall
+from shared.store.policies.recall import MOST_USES, Recall
 from shared.store.policies.reuse import UNKNOWN, LifeTable, Outlook, bucket_of, outlooks
 
-_USES = 4
-"""Blocks used more often are of one class: they come back in 4 of 5 cases and it hardly grows from there."""
+_USES = MOST_USES
+"""Blocks used more often are of one class: most of them come back, and it hardly matters how often they did before."""
 
-_LENGTHS = 10
-"""Classes of chain length, by powers of two: chains of 512 blocks and more are of one class."""
+_TENANTS = 16
+"""Classes that tenants are dealt into, so that one who only scans does not spoil the outlook of those who chat. A
+class leans on all tenants' blocks of as many uses until it has been seen often enough."""
 
 _SAMPLES = 4_096
-"""Blocks watched at a time: some fifty a class, and under 3 ms for a look at all of them."""
+"""Blocks watched at a time: hundreds a class, and under 3 ms for a look at all of them."""
 
 _WATCHED_CAPACITIES = 8
 """The watched keys stand for this many times the pool's blocks, so that reuse is seen which a pool several times as
@@ -41,7 +44,7 @@ large would have caught: less than that, and what pays only when kept long is ne
 _RECALLED_CAPACITIES, _RECALLED_LEAST = 8, 1 << 15
 """Dropped blocks remembered, in pools and at least. A block of a small pool comes back after many capacities."""
 
-_RELEARN_EVENTS, _RELEARN_SHARE = 1_024, 8
+_RELEARN_EVENTS, _RELEARN_SHARE = 4_096, 8
 """Outlooks are renewed after so many events, or after as many as this part of the pool if that is more."""
 
 _MEMORY_SAMPLES = 4 * _SAMPLES
@@ -58,34 +61,28 @@ class Kind(NamedTuple):
     """A class of blocks."""
 
     uses: int
-    length: int
-    """Of its chain: floor(log2(blocks)); -1 stands for all lengths."""
+    tenant: int
+    """Which class of tenants; -1 stands for all."""
+
+
+_KINDS = [[Kind(uses, tenant) for uses in range(_USES + 1)] for tenant in range(_TENANTS)]
 
 
 @dataclass(slots=True)
-class _Known(Entry):
-    """An entry, and how long the chain was that it was last used in."""
+class _Known:
+    """A stored block."""
 
-    reach: int = 0
-    """Blocks up to the end of that chain, as far as it is known yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """A sampled block since its last use."""
-
-    entry: _Known
-    """As it is or was stored; tells the chain's length, which is known only when the chain is complete."""
-    uses: int
+    tenant: str
+    depth: int
+    kind: Kind
     used_s: float
 
-    @property
-    def kind(self) -> Kind:
-        return _kind(self.uses, self.entry.reach)
 
+class _Watched(NamedTuple):
+    """A sampled block since its last use."""
 
-def _kind(uses: int, reach: int) -> Kind:
-    return Kind(min(uses, _USES), min(reach.bit_length() - 1, _LENGTHS - 1))
+    kind: Kind
+    used_s: float
 
 
 class HitDensity(Policy):
@@ -100,7 +97,7 @@ class HitDensity(Policy):
         #: {class: its offered blocks, unused longest first}; and where each offered block is
         self._queues: dict[Kind, Leaves] = {}
         self._place: dict[BlockKey, Kind] = {}
-        #: {class: how poor its first block is}; all classes with offered blocks, and maybe some without
+        #: {class: how poor its first block is}; all and only classes with offered blocks
         self._scores: dict[Kind, tuple[float, Rank]] = {}
         self._scored_s = float("-inf")
         self._recall = Recall(_RECALLED_LEAST)
@@ -122,23 +119,23 @@ class HitDensity(Policy):
     # --- events ------------------------------------------------------------------------------------------------
 
     def stored(self, block: StoredBlock, *, now: float) -> None:
-        uses = self._recall.get(block.key)
-        entry = _Known(block.parent, block.tenant, block.depth, now,
-                       uses=0 if uses is None else uses + 1, reach=block.depth + 1)
+        before = self._recall.get(block.key)
+        uses = 0 if before is None else min(before + 1, _USES)
+        entry = _Known(block.tenant, block.depth, _KINDS[crc32(block.tenant.encode()) % _TENANTS][uses], now)
         self._known[block.key] = entry
-        self._observe(block.key, entry, now)
+        self._observe(block.key, entry)
 
     def used(self, key: BlockKey, *, now: float) -> None:
         entry = self._known[key]
         entry.used_s = now
-        entry.uses += 1
-        self._observe(key, entry, now)
-        entry.reach = entry.depth + 1
+        uses, tenant = entry.kind
+        if uses < _USES:
+            entry.kind = _KINDS[tenant][uses + 1]
+        self._observe(key, entry)
 
     def offer(self, key: BlockKey) -> None:
         entry = self._known[key]
-        self._stretch(entry)
-        kind = _kind(entry.uses, entry.reach)
+        kind = entry.kind
         queue = self._queues.get(kind)
         if queue is None:
             queue = self._queues[kind] = Leaves()
@@ -146,31 +143,45 @@ class HitDensity(Policy):
         queue.add(key, entry.tenant, rank)
         self._place[key] = kind
         score = self._scores.get(kind)
-        if score is None or rank < score[1]:
+        if score is None or rank < score[1]:  # it is the first of its class now
             self._scores[kind] = self._score(kind, rank)
 
     def withdraw(self, key: BlockKey) -> None:
         kind = self._place.pop(key, None)
         if kind is not None:
             self._queues[kind].discard(key)
+            self._score_first(kind)
 
     def take(self, tenant: str | None = None) -> BlockKey | None:
         if tenant is None:
-            key = self._take_any()
+            if self._now - self._scored_s >= _RESCORE_S:
+                self._scored_s = self._now
+                for kind in list(self._scores):
+                    self._score_first(kind)
+            if not self._scores:
+                return None
+            kind = min(self._scores, key=self._scores.__getitem__)
         else:
-            key = self._take_of(tenant)
-        if key is not None:
-            del self._place[key]
+            heads = [(self._score(kind, first[0]), kind) for kind, queue in self._queues.items()
+                     if (first := queue.first(tenant)) is not None]
+            if not heads:
+                return None
+            kind = min(heads)[1]
+        key = self._queues[kind].pop(tenant)
+        if key is None:
+            raise Bug(f"class {kind} has a score and no blocks")
+        del self._place[key]
+        self._score_first(kind)
         return key
 
     def dropped(self, key: BlockKey) -> None:
         self.withdraw(key)
         entry = self._known.pop(key)
-        self._recall.put(key, entry.uses)
+        self._recall.put(key, entry.kind.uses)
 
     def reuse_odds(self, key: BlockKey) -> float:
         entry = self._known[key]
-        outlook = self._outlook(_kind(entry.uses, entry.reach))
+        outlook = self._outlook(entry.kind)
         return outlook.odds[bucket_of(self._now - entry.used_s)]
 
     def stored_keys(self) -> Set[BlockKey]:
@@ -181,31 +192,13 @@ class HitDensity(Policy):
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
-    def _take_any(self) -> BlockKey | None:
-        if self._now - self._scored_s >= _RESCORE_S:
-            self._scored_s = self._now
-            self._scores = {kind: self._score(kind, first[0]) for kind, queue in self._queues.items()
-                            if (first := queue.first()) is not None}
-        while self._scores:
-            kind = min(self._scores, key=self._scores.__getitem__)
-            first = self._queues[kind].first()
-            if first is not None and first[0] == self._scores[kind][1]:
-                self._queues[kind].discard(first[1])
-                following = self._queues[kind].first()
-            else:  # it was withdrawn since: look again
-                first, following = None, first
-            if following is None:
-                del self._scores[kind]
-            else:
-                self._scores[kind] = self._score(kind, following[0])
-            if first is not None:
-                return first[1]
-        return None
-
-    def _take_of(self, tenant: str) -> BlockKey | None:
-        heads = [(self._score(kind, first[0]), kind) for kind, queue in self._queues.items()
-                 if (first := queue.first(tenant)) is not None]
-        return self._queues[min(heads)[1]].pop(tenant) if heads else None
+    def _score_first(self, kind: Kind) -> None:
+        """Scores the block of ``kind`` that goes first."""
+        first = self._queues[kind].first()
+        if first is None:
+            self._scores.pop(kind, None)
+        else:
+            self._scores[kind] = self._score(kind, first[0])
 
     def _score(self, kind: Kind, rank: Rank) -> tuple[float, Rank]:
         """Lowest goes first; of equal outlook what was used longest ago."""
@@ -214,19 +207,12 @@ class HitDensity(Policy):
     def _outlook(self, kind: Kind) -> Outlook:
         return self._outlooks.get(kind) or self._outlooks.get(Kind(kind.uses, -1), UNKNOWN)
 
-    def _stretch(self, entry: _Known) -> None:
-        """Tells the chain before ``entry`` how far it reaches; each block hears it once a use."""
-        parent = self._known.get(entry.parent)
-        while parent is not None and parent.reach < entry.reach:
-            parent.reach = entry.reach
-            parent = self._known.get(parent.parent)
-
     # --- learning ----------------------------------------------------------------------------------------------
 
-    def _observe(self, key: BlockKey, entry: _Known, now: float) -> None:
-        self._now = now
+    def _observe(self, key: BlockKey, entry: _Known) -> None:
+        now = self._now = entry.used_s
         self._events += 1
-        if not int.from_bytes(key[-4:], "little") & self._sample_mask:
+        if not (key[-1] | key[-2] << 8 | key[-3] << 16) & self._sample_mask:
             watched = self._watched.pop(key, None)
             if watched is not None:
                 self._table(watched.kind).reused[bucket_of(now - watched.used_s)] += 1
@@ -235,7 +221,7 @@ class HitDensity(Policy):
                 watched = self._watched.pop(next(iter(self._watched)))
                 self._table(watched.kind).lost[bucket_of(now - watched.used_s)] += 1
                 self._counted += 1
-            self._watched[key] = _Watched(entry, entry.uses, now)
+            self._watched[key] = _Watched(entry.kind, now)
         if self._events >= self._next_learning:
             self._next_learning = self._events + max(_RELEARN_EVENTS, self.num_blocks // _RELEARN_SHARE)
             self._learn(now)
@@ -252,11 +238,10 @@ class HitDensity(Policy):
         tables: dict[Kind, LifeTable] = {}
         for kind, table in self._tables.items():
             tables[kind] = LifeTable(list(table.reused), list(table.lost))
-        for watched in self._watched.values():  # unused so far counts too, or only the quick ones would be heard
-            kind = watched.kind
+        for kind, used_s in self._watched.values():  # unused so far counts too, or only the quick would be heard
             if kind not in tables:
                 tables[kind] = LifeTable()
-            tables[kind].lost[bucket_of(now - watched.used_s)] += 1
+            tables[kind].lost[bucket_of(now - used_s)] += 1
         self._outlooks = outlooks((kind, Kind(kind.uses, -1), table) for kind, table in tables.items())
         self._scored_s = float("-inf")
         if self._counted > _MEMORY_SAMPLES:

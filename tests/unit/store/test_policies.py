@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from shared.errors import Bug
 from shared.ids import BlockKey, OperationId
@@ -132,7 +133,7 @@ def test_memory_is_bounded_however_many_blocks_pass_through(name: str) -> None:
     if isinstance(policy, S3Fifo):
         assert len(policy._ghosts) <= 64
     if isinstance(policy, HitDensity):
-        assert len(policy._watched) <= 4_096 and len(policy._queues) <= 50 and len(policy._tables) <= 50
+        assert len(policy._watched) <= 4_096 and len(policy._queues) <= 7 * 16 and len(policy._tables) <= 7 * 16
 
 
 def _leaves_of(policy: Policy) -> list[Leaves]:
@@ -211,6 +212,21 @@ def test_the_default_keeps_chats_that_went_on_where_lru_keeps_what_never_returns
     prompts = chats_and_scans(1, 2_500, chat_share=0.12)
     lru, ours = hit_share(Lru(), 400, prompts), hit_share(HitDensity(), 400, prompts)
     assert ours > lru + 0.1
+
+
+def test_the_default_tells_a_tenant_who_scans_from_one_who_chats() -> None:
+    """Half of one tenant's prompts come again after a minute, none of the other's ever does."""
+    rng = random.Random(4)
+    prompts: list[tuple[float, list[StoredBlock]]] = []
+    for n in range(2_500):
+        prompts.append((n, chain(1_000_000 + n, 1, tenant="batch")))
+        prompts.append((n, chain(n, 1, tenant="chat")))
+        if rng.random() < 0.5:
+            prompts.append((n + 60, chain(n, 1, tenant="chat")))
+    prompts.sort(key=lambda prompt: prompt[0])
+    one_tenant = [(at, [structs.replace(block, tenant="") for block in blocks]) for at, blocks in prompts]
+    apart = hit_share(HitDensity(), 150, prompts)
+    assert apart > 1.3 * hit_share(HitDensity(), 150, one_tenant)
 
 
 def test_the_default_is_no_worse_than_lru_where_lru_is_right() -> None:
