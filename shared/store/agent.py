@@ -633,7 +633,7 @@ def set_levels(agents: Sequence[StoreAgent]) -> None:
     tiers = [(agent.ssd, agent.ssd.pool.statistics(), agent.block_bytes) for agent in agents if agent.ssd is not None]
     if tiers:
         metrics.KV_CACHED_BYTES.labels(tier=Tier.SSD).set(sum(pool.cached * nbytes for _, pool, nbytes in tiers))
-        metrics.SSD_SLOTS.labels(use="used").set(sum(pool.cached for _, pool, _ in tiers))
-        metrics.SSD_SLOTS.labels(use="ready").set(sum(ssd.ready_slots for ssd, _, _ in tiers))
-        metrics.SSD_SLOTS.labels(use="limit").set(sum(pool.total for _, pool, _ in tiers))
-        metrics.SSD_PAUSED.set(any(ssd.pause_left_s() for ssd, _, _ in tiers))
+        metrics.SSD_BLOCKS.labels(use="used").set(sum(pool.cached for _, pool, _ in tiers))
+        metrics.SSD_BLOCKS.labels(use="ready").set(sum(ssd.ready_slots for ssd, _, _ in tiers))
+        metrics.SSD_BLOCKS.labels(use="limit").set(sum(pool.total for _, pool, _ in tiers))
+        metrics.SSD_PAUSE_SECONDS.set(max(ssd.pause_left_s() for ssd, _, _ in tiers))

@@ -110,7 +110,7 @@ KV_PROMOTED_BLOCKS = Counter("moonbus_kv_promoted_blocks_total", "Blocks read ba
 KV_SYNCS = Counter("moonbus_kv_syncs_total", "Resyncs served, by kind (events, snapshot).", ["kind"])
 
 # SSD tier: every worker that has one.
-SSD_SLOTS = Gauge("moonbus_ssd_slots", "Slots by use (used: hold a block; ready: have room on the disk; limit: the most there may be).",
+SSD_BLOCKS = Gauge("moonbus_ssd_blocks", "Slots for blocks by use (used: hold one; ready: have room on the disk; limit: the most there may be).",
                   ["use"])
 SSD_WRITTEN_BLOCKS = Counter("moonbus_ssd_written_blocks_total", "Blocks copied to the SSD.")
 SSD_READ_BLOCKS = Counter("moonbus_ssd_read_blocks_total",
@@ -119,7 +119,7 @@ SSD_SECONDS = Histogram("moonbus_ssd_seconds", "One read or write of several blo
                         buckets=_LATENCY_S)
 SSD_FAILURES = Counter("moonbus_ssd_failures_total",
                        "What the SSD did not do, by call and why (corrupt, error, stalled, full).", ["call", "why"])
-SSD_PAUSED = Gauge("moonbus_ssd_paused", "1 while the SSD is left alone because it failed or was too slow.")
+SSD_PAUSE_SECONDS = Gauge("moonbus_ssd_pause_seconds", "For how long the SSD is still left alone because it failed or was too slow; 0: it is used.")
 SSD_RESTORED_BLOCKS = Counter(
     "moonbus_ssd_restored_blocks_total",
     "Blocks found at the start, by what they were (usable, damaged, orphaned: their parent is lost).", ["what"])

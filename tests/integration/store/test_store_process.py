@@ -127,7 +127,7 @@ async def test_a_killed_store_has_its_blocks_when_it_is_back(
             async with httpx.AsyncClient(base_url=f"http://{ready['admin']}") as admin:
                 page = (await admin.get("/metrics")).text
             assert 'moonbus_ssd_restored_blocks_total{what="usable"} 12.0' in page
-            assert 'moonbus_ssd_slots{use="used"} 12.0' in page
+            assert 'moonbus_ssd_blocks{use="used"} 12.0' in page
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 10.0) == 0
         await listener.close()
