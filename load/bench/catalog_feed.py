@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shared.ids import BlockKey, GatewayId, HostId, Incarnation, RequestId, WorkerId
+from shared.ids import BlockKey, ConductorId, GatewayId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import CacheSpec, pack_keys
 from shared.messages import Endpoint, Evicted, Hello, RequestDone, Stages, Stored, StoredBlock
 
@@ -101,8 +101,9 @@ class Feed:
             request=RequestId(name), gateway=GatewayId("gateway-1"), model=SPEC.model, spec=SPEC.digest, tenant=tenant,
             received_at_s=at_s, duration_s=1.5, outcome="ok", finish="stop", prompt_tokens=tokens + 7,
             completion_tokens=len(answer) * SPEC.block_tokens + 40, predicted_hit_tokens=hit, hit_tokens=hit,
-            predicted_ttft_s=0.3, ttft_s=0.28, tbt_s=0.02, conductor="conductor-1", prefill=WorkerId(prefill.name),
-            decode=WorkerId(decode.name), last_key=own[-1].key, stages=Stages(hit_tokens=hit, prefill_s=0.2))
+            predicted_ttft_s=0.3, ttft_s=0.28, tbt_s=0.02, conductor=ConductorId("conductor-1"),
+            prefill=WorkerId(prefill.name), decode=WorkerId(decode.name), last_key=own[-1].key,
+            stages=Stages(hit_tokens=hit, prefill_s=0.2))
 
     def _chain(self, parent: BlockKey, depth: int, length: int, tenant: str, request: str) -> list[StoredBlock]:
         blocks = []

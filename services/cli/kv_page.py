@@ -176,7 +176,7 @@ def _scale(most: int) -> list[tuple[int, str]]:
         first.setdefault(_heat(hits, most), hits)
         hits = hits + 1 if hits < 64 else hits + max(1, hits // 16)
     steps = sorted(first.items())
-    return [(step, f"{start:,}" if step in (0, steps[-1][0]) else f"{start:,}+") for step, start in steps]
+    return [(step, f"{start:,}+" if step else "0") for step, start in steps]
 
 
 def _curve(parent: Bar, child: Bar) -> str:
