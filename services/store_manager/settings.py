@@ -16,7 +16,7 @@ class Settings(CatalogSettings, frozen=True, kw_only=True):
     """What a store-manager takes."""
 
     store_manager_id: Annotated[str, Meta(description="Name of this store-manager; empty for a random one.")] = ""
-    batch_rows: Annotated[int, Meta(description="Rows after which a batch of the feed is written.", ge=1)] = 4_096
+    batch_rows: Annotated[int, Meta(description="Rows after which a batch of the feed is written.", ge=1)] = 16_384
     held_rows: Annotated[int, Meta(
         description="Rows held in memory while Postgres is slow or away; the stream keeps the rest.", ge=1)] = 65_536
     redeliver_s: Annotated[float, Meta(

@@ -87,6 +87,8 @@ class Copier:
         if self.is_full:
             return None
         picture, fleet = self._picture, self._picture.fleet
+        if not any(self._can_send(worker, now) for worker in picture.holders(path)):
+            return None
         on_host = Counter(fleet.peers[worker].host for worker in picture.map.named(holding)
                           if worker in fleet.peers)
         candidates: list[tuple[tuple[Any, ...], Peer, int]] = []
@@ -146,8 +148,7 @@ class Copier:
         best: tuple[tuple[Any, ...], WorkerId, int] | None = None
         for worker in self._picture.map.named(masks[0]):
             peer = fleet.peers.get(worker)
-            if (peer is None or worker == target.id or peer.sending >= self._policy.send_limit
-                    or not fleet.is_usable(worker, now=now)
+            if (peer is None or worker == target.id or not self._can_send(worker, now)
                     or fleet.are_apart(worker, target.id, now=now)):
                 continue
             run = leading(masks, self._picture.map.bit(worker))
@@ -155,6 +156,11 @@ class Copier:
             if best is None or score < best[0]:
                 best = (score, worker, run)
         return None if best is None else (best[1], best[2])
+
+    def _can_send(self, worker: WorkerId, now: float) -> bool:
+        peer = self._picture.fleet.peers.get(worker)
+        return (peer is not None and peer.sending < self._policy.send_limit
+                and self._picture.fleet.is_usable(worker, now=now))
 
     def _is_paused(self, target: WorkerId, prefix: BlockKey, now: float) -> bool:
         pause = self._pauses.get((target, prefix))

@@ -183,7 +183,7 @@ class Drains:
             if not path:
                 draining.give_up([prefix], "part of the chain before them is gone")
                 continue
-            masks = [self._picture.map.mask(key) & others for key in path]
+            masks = [mask & others for mask in self._picture.map.masks(path)]
             draining.is_copied(key for key, mask in zip(path, masks, strict=True) if mask)
             if masks[-1]:
                 continue

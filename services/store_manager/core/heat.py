@@ -9,7 +9,7 @@ Bounded: when ``max_keys`` are known, the coldest half is forgotten, which is to
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from shared.ids import BlockKey
@@ -54,11 +54,20 @@ class Heat:
         scaled = self._scaled.get(key)
         return 0.0 if scaled is None else scaled / self._scale(now)
 
-    def hot(self, *, now: float) -> Iterator[BlockKey]:
-        """The hot blocks, hottest first; those that cooled below half the limit leave here."""
+    def levels(self, keys: Iterable[BlockKey], *, now: float) -> list[float]:
+        """The heat of each of ``keys``."""
+        scale, scaled = self._scale(now), self._scaled
+        return [scaled.get(key, 0.0) / scale for key in keys]
+
+    def hot(self, *, now: float) -> Set[BlockKey]:
+        """The hot blocks; those that cooled below half the limit leave here. Good until the next change."""
         limit = self.hot_uses / 2 * self._scale(now)
         self._hot = {key for key in self._hot if self._scaled.get(key, 0.0) >= limit}
-        return iter(sorted(self._hot, key=lambda key: (-self._scaled[key], key)))
+        return self._hot
+
+    def hottest_first(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """``keys`` in order of heat, equally hot ones in order of their names."""
+        return sorted(keys, key=lambda key: (-self._scaled.get(key, 0.0), key))
 
     @property
     def hot_count(self) -> int:

@@ -30,14 +30,15 @@ class Keeper:
         """Asks whoever has the last copy of a hot block to evict it last, the hottest first."""
         picture, fleet = self._picture, self._picture.fleet
         staying = picture.staying()
+        hot = list(picture.heat.hot(now=now))
+        alone = {key: mask & staying for key, mask in zip(hot, picture.map.masks(hot), strict=True)
+                 if (mask & staying).bit_count() == 1}
         lists: dict[WorkerId, list[BlockKey]] = {}
-        for key in picture.heat.hot(now=now):
-            mask = picture.map.mask(key) & staying
-            if mask.bit_count() == 1:
-                worker = picture.map.named(mask)[0]
-                keys = lists.setdefault(worker, [])
-                if len(keys) < self._policy.protect_share * fleet.peers[worker].hello.capacity_blocks:
-                    keys.append(key)
+        for key in picture.heat.hottest_first(alone):
+            worker = picture.map.named(alone[key])[0]
+            keys = lists.setdefault(worker, [])
+            if len(keys) < self._policy.protect_share * fleet.peers[worker].hello.capacity_blocks:
+                keys.append(key)
         for worker, keys in sorted(lists.items()):
             if keys and self._asker.can_ask("protect", worker) and fleet.is_usable(worker, now=now):
                 self._asker.ask("protect", worker, Protect(keys=pack_keys(keys), ttl_s=self._policy.protect_ttl_s),

@@ -161,6 +161,10 @@ class Picture:
         """The bits of workers whose copies will be there tomorrow."""
         return sum(self.map.bit(worker) for worker in self.fleet.peers if not self.is_leaving(worker))
 
+    def holders(self, path: Sequence[BlockKey]) -> set[WorkerId]:
+        """Who holds the beginning or the end of a chain: whoever may have a part of it to send."""
+        return {*self.map.holders(path[0]), *self.map.holders(path[-1])}
+
     def spec_of(self, path: Sequence[BlockKey]) -> str:
         """The cache spec of a chain: that of whoever holds it."""
         for worker in self.map.holders(path[0]):

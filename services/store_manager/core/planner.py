@@ -100,6 +100,8 @@ class Planner:
         #: when each look is due
         self._plan_at_s = self._trim_at_s = self._protect_at_s = self._quota_at_s = self._orders_at_s = -math.inf
         self._reading = False
+        self._looked_at = 0
+        """Hot prefixes before this one, in order of heat, were looked at last time."""
         self._orders: Orders | None = None
         """As read in this term."""
 
@@ -241,36 +243,42 @@ class Planner:
 
     def _frontier(self, now: float) -> list[BlockKey]:
         """Ends of hot prefixes, hottest first."""
-        hot = list(self.picture.heat.hot(now=now))
+        hot = self.picture.heat.hot(now=now)
         inner = {place.parent for key in hot if (place := self.picture.map.get(key)) is not None}
-        return [key for key in hot if key not in inner]
+        return self.picture.heat.hottest_first(hot - inner)
 
     def _replicate(self, out: list[Effect], now: float) -> None:
-        staying, promised = self.picture.staying(), self._copier.promised()
-        budget = self._policy.plan_blocks
-        for prefix in self._frontier(now)[:self._policy.max_frontier]:
+        """Asks for one copy of each hot prefix that has too few; of many prefixes a part each time, in turn."""
+        policy, picture = self._policy, self.picture
+        staying, promised, budget = picture.staying(), self._copier.promised(), policy.plan_blocks
+        frontier = self._frontier(now)
+        begin = self._looked_at if self._looked_at < len(frontier) else 0
+        self._looked_at = 0
+        for position in range(begin, len(frontier)):
             if self._copier.is_full or budget <= 0:
+                self._looked_at = position
                 return
-            path = self.picture.map.path(prefix, limit=self._policy.max_path)
-            budget -= len(path)
+            path = picture.map.path(frontier[position], limit=policy.max_path)
+            budget -= 1 + len(path)
             if not path:
                 continue
-            masks = [(self.picture.map.mask(key) | promised.get(key, 0)) & staying for key in path]
-            wants = [self._policy.wanted(self.picture.heat.of(key, now=now)) for key in path]
-            for wanted in range(2, max(wants) + 1):
+            heats, masks = picture.heat.levels(path, now=now), picture.map.masks(path)
+            masks = [(mask | promised.get(key, 0)) & staying for key, mask in zip(path, masks, strict=True)]
+            for wanted in range(2, policy.wanted(max(heats)) + 1):
                 # Heat falls along a chain, but for what was forgotten: the part that wants so many copies is a prefix.
-                length = next((i for i, want in enumerate(wants) if want < wanted), len(path))
+                least = policy.heat_for(wanted)
+                length = next((i for i, heat in enumerate(heats) if heat < least), len(path))
                 if not length:
                     break
                 holding = all_of(masks[:length])
                 if holding.bit_count() >= wanted:
                     continue
-                heat = self.picture.heat.of(path[length - 1], now=now)
-                why = f"heat {heat:.1f} wants {wanted} copies of {length} blocks, {holding.bit_count()} have them"
+                why = (f"heat {heats[length - 1]:.1f} wants {wanted} copies of {length} blocks, "
+                       f"{holding.bit_count()} have them")
                 copy = self._copier.copy(path[:length], masks[:length], holding, out, now, why)
                 if copy is not None:
                     for key in copy.keys:
-                        promised[key] = promised.get(key, 0) | self.picture.map.bit(copy.target)
+                        promised[key] = promised.get(key, 0) | picture.map.bit(copy.target)
                 break  # one copy of a chain at a time: the next one may come from the first
 
 

@@ -36,12 +36,10 @@ class PlannerPolicy:
     """Most of a worker's slots that copies made at our request may take."""
     plan_s: float = 1.0
     """Pause between two looks at what is hot."""
-    max_frontier: int = 256
-    """Hot prefixes looked at each time, hottest first."""
     max_path: int = 4_096
     """Longest chain that is followed to its root."""
-    plan_blocks: int = 50_000
-    """Blocks of all prefixes looked at each time."""
+    plan_blocks: int = 20_000
+    """Blocks of all hot prefixes looked at each time; the others have their turn next."""
     batch_blocks: int = 64
     batch_bytes: int = 64 * 2**20
     """Most that one request to copy asks for."""
@@ -100,6 +98,10 @@ class PlannerPolicy:
         if heat < self.hot_uses:
             return 1
         return min(self.max_wanted, 2 + int(math.log2(heat / self.hot_uses)))
+
+    def heat_for(self, copies: int) -> float:
+        """The heat from which a block wants so many copies (2 or more)."""
+        return self.hot_uses * 2.0 ** (copies - 2)
 
     def kept(self, heat: float) -> int:
         """Copies that are left to a block of this heat: what it wanted when it was twice as hot, so that a prefix whose

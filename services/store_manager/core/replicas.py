@@ -135,6 +135,16 @@ class ReplicaMap:
         bits = place.holders & self._live
         return (bits | bits >> 1 | bits >> 2) & self._ones
 
+    def masks(self, keys: Iterable[BlockKey]) -> list[int]:
+        """:meth:`mask` of each of ``keys``."""
+        live, ones, places = self._live, self._ones, self._places
+        found = []
+        for key in keys:
+            place = places.get(key)
+            bits = place.holders & live if place is not None else 0
+            found.append((bits | bits >> 1 | bits >> 2) & ones)
+        return found
+
     def tiers(self, key: BlockKey) -> dict[WorkerId, list[Tier]]:
         """{holder: tiers, fastest first}."""
         place = self._places.get(key)
@@ -168,9 +178,10 @@ class ReplicaMap:
     def path(self, key: BlockKey, *, limit: int) -> list[BlockKey]:
         """The chain from its root to ``key``; empty when a block of it is unknown, or it is longer than ``limit``."""
         chain: list[BlockKey] = []
+        places, live = self._places, self._live
         while len(chain) < limit:
-            place = self.get(key)
-            if place is None:
+            place = places.get(key)
+            if place is None or not place.holders & live:
                 return []
             chain.append(key)
             if place.depth == 0:
