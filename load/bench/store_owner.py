@@ -25,6 +25,7 @@ from shared.messages import Hello, Load
 from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
 from shared.store.door import Door
+from shared.store.door_frames import MAX_INLINE_BYTES
 from shared.transfer import TransferEngine, TransferSettings
 from shared.worker.presence import Presence
 from shared.worker.settings import WorkerSettings
@@ -74,7 +75,8 @@ async def open_owner(order: Order) -> AsyncIterator[Owner]:
         presence = Presence(bus, WorkerSettings(nats_url=order.nats_url, heartbeat_s=order.heartbeat_s), hello, load)
         async with agent.open(), Door.open(
                 agent=agent, spec=spec, segment=segment, num_blocks=order.num_blocks, bus=bus, worker=order.worker,
-                incarnation=incarnation, clock=clock, settings=order.settings) as door, presence.open():
+                incarnation=incarnation, clock=clock, settings=order.settings,
+                inline_bytes=MAX_INLINE_BYTES) as door, presence.open():
             yield Owner(agent, door, incarnation)
 
 

@@ -24,6 +24,7 @@ from shared.ids import Incarnation, SpecDigest, WorkerId, fresh
 from shared.kv import CacheSpec
 from shared.messages import Hello, Load, Rollcall
 from shared.store.agent import StoreAgent, set_levels
+from shared.store.door_frames import MAX_INLINE_BYTES
 from shared.store.ssd.slots import read_spec
 from shared.transfer import TransferEngine
 from shared.worker.presence import Presence
@@ -133,7 +134,8 @@ class StoreShell:
         async with TransferEngine.open(worker=worker, incarnation=incarnation, settings=settings.transfer) as transfer:
             segment = transfer.register(SEGMENT, num_blocks * spec.block_bytes)
             async with open_agent(settings, worker=worker, incarnation=incarnation, spec=spec, num_blocks=num_blocks,
-                                  segment=segment, transfer=transfer, bus=self._bus, clock=self._clock) as agent:
+                                  segment=segment, transfer=transfer, bus=self._bus, clock=self._clock,
+                                  inline_bytes=MAX_INLINE_BYTES) as agent:
                 hello = Hello(worker=worker, incarnation=incarnation, role="store", spec=spec,
                               endpoint=transfer.endpoint, capacity_blocks=num_blocks, max_running=1,
                               started_at_s=self._clock.wall(), pid=os.getpid())

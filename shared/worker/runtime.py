@@ -26,7 +26,7 @@ from shared.messages import Hello, Load, Role
 from shared.models import ModelDir, cache_spec, resolve
 from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
-from shared.store.door import Door
+from shared.store.door import INLINE_BYTES, Door
 from shared.store.policies import POLICIES, make
 from shared.store.ssd.files import Files
 from shared.store.ssd.tier import SsdTier
@@ -107,8 +107,9 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
 @asynccontextmanager
 async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: Incarnation, spec: CacheSpec,
                      num_blocks: int, segment: Segment, transfer: TransferEngine, bus: Bus, clock: Clock,
-                     files: Files | None = None) -> AsyncIterator[StoreAgent]:
-    """A store agent over the registered ``segment``, with the SSD tier that ``settings`` want and a door for clients.
+                     files: Files | None = None, inline_bytes: int = INLINE_BYTES) -> AsyncIterator[StoreAgent]:
+    """A store agent over the registered ``segment``, with the SSD tier that ``settings`` want and a door for clients,
+    whose puts of up to ``inline_bytes`` this loop copies itself.
     """
     if settings.cache_policy not in POLICIES:
         raise SettingError("cache_policy", settings.cache_policy, f"one of {', '.join(POLICIES)}")
@@ -124,7 +125,7 @@ async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: 
         await stack.enter_async_context(agent.open())
         await stack.enter_async_context(Door.open(
             agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,
-            incarnation=incarnation, clock=clock, settings=settings.transfer))
+            incarnation=incarnation, clock=clock, settings=settings.transfer, inline_bytes=inline_bytes))
         yield agent
 
 
