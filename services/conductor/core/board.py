@@ -7,8 +7,7 @@ the two together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,56 +22,77 @@ Mask = npt.NDArray[np.bool_]
 """Some of the workers."""
 
 
-class PrefillBoard:
+class _Board:
+    """What boards have in common. ``_cells`` has a row for each number, a column for each worker."""
+
+    def __init__(self, workers: Sequence[Worker], cells_of: Callable[[Worker], tuple[float, ...]]) -> None:
+        self.workers = workers
+        self._cells_of = cells_of
+        self._versions: list[int] = []
+        self._cells = np.empty((0, 0))
+        self.taught_s: Column = np.empty(0)
+        """When each pace was learnt."""
+        self.first_taught_s = 0.0
+        """The earliest of these."""
+
+    def refresh(self) -> bool:
+        """Reads what changed; whether anything did."""
+        versions = [worker.version for worker in self.workers]
+        if versions == self._versions:
+            return False
+        workers, cells_of = self.workers, self._cells_of
+        if self._versions:
+            places = [place for place, old in enumerate(self._versions) if versions[place] != old]
+            self._cells[:, places] = np.array([cells_of(workers[place]) for place in places]).T
+        else:
+            self._cells = np.array([cells_of(worker) for worker in workers]).T.copy()
+            self.taught_s = self._cells[-1]
+        self._versions = versions
+        self.first_taught_s = float(self.taught_s.min())
+        return True
+
+
+class PrefillBoard(_Board):
     """Queues and costs of prefill workers."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = workers
+        super().__init__(workers, _prefill_cells)
         self.places: dict[WorkerId, int] = {worker.id: place for place, worker in enumerate(workers)}
-        self._versions = [-1] * len(workers)
-        self._cells = np.zeros((12, len(workers)))
+        self._is_explained = True
 
-    def refresh(self) -> None:
-        """Reads what changed."""
-        _refresh(self, _prefill_cells)
+    def refresh(self) -> bool:
+        """See :meth:`_Board.refresh`."""
+        is_new = super().refresh()
+        if is_new:
+            self._is_explained = not self._cells[3].any()
+        return is_new
 
     def queue_s(self, now: float) -> Column:
         """As ``Worker.queue_s``."""
-        behind_s, left_s, since_s, least_s, unexplained_s, load_s = self._cells[:6]
-        queue_s: Column = behind_s + np.maximum(left_s + since_s - now, least_s)
-        queue_s += np.maximum(unexplained_s + load_s - now, 0.0)
+        behind_s, first_end_s, first_least_s, unexplained_end_s = self._cells[:4]
+        queue_s: Column = behind_s + np.maximum(first_end_s - now, first_least_s)
+        if not self._is_explained:
+            queue_s += np.maximum(unexplained_end_s - now, 0.0)
         return queue_s
 
     def prefill_s(self, num_tokens: int, hit_tokens: Column, *, costs: Costs | None = None) -> Column:
         """As ``Costs.prefill_s``, by each one's own costs unless some are given."""
-        fixed_s, token_s, square_s = self._cells[6:9] if costs is None else costs.prefill
+        fixed_s, token_s, square_s = self._cells[4:7] if costs is None else costs.prefill
         prefill_s: Column = fixed_s + (num_tokens - hit_tokens) * (token_s + square_s * (num_tokens + hit_tokens))
         return prefill_s
 
     def pull_s(self, nbytes: Column) -> Column:
         """At least what pulling so many bytes takes: behind what the receiver is pulling, over its better link."""
-        fixed_s, byte_s = self._cells[9:11]
+        fixed_s, byte_s = self._cells[7:9]
         pull_s: Column = fixed_s + byte_s * nbytes
         return pull_s
 
-    @property
-    def taught_s(self) -> Column:
-        """When each pace was learnt."""
-        taught_s: Column = self._cells[11]
-        return taught_s
 
-
-class DecodeBoard:
+class DecodeBoard(_Board):
     """Batches and costs of decode workers."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = workers
-        self._versions = [-1] * len(workers)
-        self._cells = np.zeros((8, len(workers)))
-
-    def refresh(self) -> None:
-        """Reads what changed."""
-        _refresh(self, _decode_cells)
+        super().__init__(workers, _decode_cells)
 
     @property
     def batch(self) -> Column:
@@ -92,12 +112,6 @@ class DecodeBoard:
         max_running: Column = self._cells[3]
         return max_running
 
-    @property
-    def taught_s(self) -> Column:
-        """When each pace was learnt."""
-        taught_s: Column = self._cells[7]
-        return taught_s
-
     def step_s(self, num_tokens: int, *, costs: Costs | None = None) -> Column:
         """A step with one more request of so many tokens, those on their way counted in; by own costs or by these."""
         batch, context_tokens, _, max_running = self._cells[:4]
@@ -107,22 +121,12 @@ class DecodeBoard:
         return step_s
 
 
-def _refresh(board: Any, cells_of: Any) -> None:
-    versions = [worker.version for worker in board.workers]
-    if versions != board._versions:
-        for place, (new, old) in enumerate(zip(versions, board._versions, strict=True)):
-            if new != old:
-                board._cells[:, place] = cells_of(board.workers[place])
-        board._versions = versions
-
-
 def _prefill_cells(worker: Worker) -> tuple[float, ...]:
     burden, costs = worker.burden, worker.costs
-    near, far = costs.link(same_host=True), costs.link(same_host=False)
-    byte_s = min(near[1], far[1])
-    return (burden.behind_s, burden.first_left_s, burden.first_since_s, burden.first_least_s, burden.unexplained_s,
-            worker.load_s, *costs.prefill, min(near[0], far[0]) + byte_s * burden.receiving_bytes, byte_s,
-            worker.taught_s)
+    fixed_s, byte_s = costs.better_link
+    return (burden.behind_s, burden.first_left_s + burden.first_since_s, burden.first_least_s,
+            burden.unexplained_s + worker.load_s if burden.unexplained_s else 0.0, *costs.prefill,
+            fixed_s + byte_s * burden.receiving_bytes, byte_s, worker.taught_s)
 
 
 def _decode_cells(worker: Worker) -> tuple[float, ...]:

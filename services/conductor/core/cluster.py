@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
@@ -79,8 +80,7 @@ class Job:
         return self.num_tokens - self.hit_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Burden:
+class Burden(NamedTuple):
     """What a worker is burdened with, summed over its jobs: valid until one of them, or the worker, changes."""
 
     behind_s: float

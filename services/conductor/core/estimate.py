@@ -132,6 +132,8 @@ class Costs:
                            typical=(1.0, 4.0, 4e3))
         link = (profile.transfer_fixed_s, 1.0 / max(profile.transfer_bytes_per_s, 1.0))
         self._links = {same_host: Fit(link, typical=(1.0, 1e6)) for same_host in (True, False)}
+        self.better_link = self._better_link()
+        """Seconds for each transfer, and byte, at best: no transfer into this worker is predicted to take less."""
 
     @property
     def prefill(self) -> tuple[float, ...]:
@@ -142,10 +144,6 @@ class Costs:
     def decode(self) -> tuple[float, ...]:
         """Seconds for each step, request, and token of context: see :meth:`step_s`."""
         return self._decode.coefficients
-
-    def link(self, *, same_host: bool) -> tuple[float, ...]:
-        """Seconds for each transfer, and byte: see :meth:`transfer_s`."""
-        return self._links[same_host].coefficients
 
     def prefill_s(self, *, num_tokens: int, hit_tokens: int) -> float:
         """Computing ``num_tokens`` of which the first ``hit_tokens`` are cached."""
@@ -173,7 +171,14 @@ class Costs:
 
     def observe_transfer(self, seconds: float, nbytes: int, *, same_host: bool) -> bool:
         """``nbytes`` (those ahead included) took ``seconds``."""
-        return nbytes > 0 and self._links[same_host].observe(seconds, 1.0, nbytes)
+        if nbytes <= 0 or not self._links[same_host].observe(seconds, 1.0, nbytes):
+            return False
+        self.better_link = self._better_link()
+        return True
+
+    def _better_link(self) -> tuple[float, float]:
+        near, far = self._links[True].coefficients, self._links[False].coefficients
+        return min(near[0], far[0]), min(near[1], far[1])
 
     def errors(self) -> dict[str, float]:
         """{model: smoothed relative error}, of the models that have seen something."""

@@ -220,8 +220,10 @@ class Placer:
     def _doubted(self, role: Literal["prefill", "decode"], board: PrefillBoard | DecodeBoard,
                  now: float) -> tuple[Mask | None, Costs | None]:
         """Whose own costs are too old to be held against them, and the costs to take instead where those are less."""
+        if now - board.first_taught_s <= self._policy.trust_s:
+            return None, None
         is_old = now - board.taught_s > self._policy.trust_s
-        if not is_old.any() or is_old.all():
+        if is_old.all():
             return None, None
         return is_old, self._best_known(role, board.workers, now)
 
@@ -247,7 +249,7 @@ class Placer:
         alone_s, rest_s = prefill_s
         queue_s = board.queue_s(now)
         pull_s = board.pull_s((hit_blocks[1] - hit_blocks[0]) * spec.block_bytes)
-        is_worth = (alone_s - rest_s >= pull_s * self._policy.fetch_gain) & (alone_s > rest_s)
+        is_worth = alone_s - rest_s >= pull_s * self._policy.fetch_gain  # a pull of nothing takes something too
         is_open = None if queue_s.max() <= self._policy.max_queue_s else queue_s <= self._policy.max_queue_s
         return _Field(board, covered, own, queue_s, alone_s, rest_s, pull_s, is_worth, is_open, queue_s + alone_s)
 
@@ -317,14 +319,14 @@ class Placer:
 
     def _candidates(self, options: _Field) -> list[Candidate]:
         """The best ways, best first; the best one without pulls says why."""
-        most, workers = self._policy.candidates, options.board.workers
+        most, workers, own = self._policy.candidates, options.board.workers, options.own
         alone_s = options.queue_s + options.alone_s
-        places = (np.argpartition(alone_s, most)[:most] if len(workers) > most else np.argsort(alone_s)).tolist()
-        queue_s, prefill_s = options.queue_s[places].tolist(), options.alone_s[places].tolist()
-        best = min(places, key=lambda place: float(alone_s[place]))
-        ways = [Candidate(prefill=workers[place].id, queue_s=queue_s[i], transfer_s=0.0, prefill_s=prefill_s[i],
-                          own_blocks=options.own[place], fetched_blocks=0,
-                          note=options.note(place) if place == best else "") for i, place in enumerate(places)]
+        places = alone_s.argpartition(most)[:most] if len(workers) > most else np.arange(len(workers))
+        best = int(places[alone_s[places].argmin()])
+        ways = [Candidate(workers[place].id, queue_s, 0.0, prefill_s, own[place], 0,
+                          options.note(place) if place == best else "")
+                for place, queue_s, prefill_s in zip(places.tolist(), options.queue_s[places].tolist(),
+                                                     options.alone_s[places].tolist(), strict=True)]
         ways += [pull.candidate() for pull in options.pulls.values()]
         ways.sort(key=_ttft_s)
         return ways[:most]
@@ -336,28 +338,30 @@ class Placer:
         """The one with the shortest step at the time the prefill is predicted to end."""
         board.refresh()
         workers = board.workers
-        wait_s = np.zeros(len(workers))
-        for place in np.flatnonzero(board.batch + 1 > board.max_running).tolist():
-            wait_s[place] = workers[place].slot_wait_s(now)
-        has_room = board.free_blocks >= workers[0].needed_blocks(ask.num_tokens, ask.max_tokens)
-        wait_s[~has_room] = np.inf
-        least_s = wait_s.min()
-        if least_s > self._policy.max_queue_s:
-            return None
-        is_old, known = self._doubted("decode", board, now)
         step_s = board.step_s(ask.num_tokens)
+        is_old, known = self._doubted("decode", board, now)
         if is_old is not None and known is not None:
             step_s = np.where(is_old, np.minimum(step_s, board.step_s(ask.num_tokens, costs=known)), step_s)
-        step_s = np.where(wait_s <= least_s, step_s, np.inf)
-        places = np.argsort(step_s, kind="stable")[:_MOST_FUTURES].tolist()
-        if step_s[places[-1]] <= step_s[places[0]] * (1 + self._policy.tie):  # there may be more that are as good
-            equals = np.flatnonzero(step_s <= step_s[places[0]] * (1 + self._policy.tie)).tolist()
-            holders = [place for place in equals if workers[place].id in match.own]
-            places = [*holders, *self._rng.sample(equals, min(len(equals), _MOST_FUTURES))]
+        is_full = board.batch >= board.max_running
+        has_room = board.free_blocks >= workers[0].needed_blocks(ask.num_tokens, ask.max_tokens)
+        if is_full.any() or not has_room.all():
+            wait_s = np.zeros(len(workers))
+            for place in np.flatnonzero(is_full).tolist():
+                wait_s[place] = workers[place].slot_wait_s(now)
+            wait_s[~has_room] = np.inf
+            least_s = wait_s.min()
+            if least_s > self._policy.max_queue_s:
+                return None
+            step_s[wait_s > least_s] = np.inf
+        limit_s = step_s.min() * (1 + self._policy.tie)
+        places = np.flatnonzero(step_s <= limit_s).tolist()
+        if len(places) > _MOST_FUTURES:
+            holders = [place for place in places if workers[place].id in match.own]
+            places = [*holders[:_MOST_FUTURES], *self._rng.sample(places, _MOST_FUTURES)]
+        else:
+            places = [place for place in np.argsort(step_s)[:_MOST_FUTURES].tolist() if step_s[place] < np.inf]
         found = []
         for place in places:
-            if wait_s[place] > least_s:
-                continue
             worker = workers[place]
             batch, context_tokens = worker.decoding_at(now + ttft_s, now=now)
             batch, context_tokens = min(batch + 1, worker.hello.max_running), context_tokens + ask.num_tokens
