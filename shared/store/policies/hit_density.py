@@ -44,7 +44,7 @@ large would have caught: less than that, and what pays only when kept long is ne
 _RECALLED_CAPACITIES, _RECALLED_LEAST = 8, 1 << 15
 """Dropped blocks remembered, in pools and at least. A block of a small pool comes back after many capacities."""
 
-_RELEARN_EVENTS, _RELEARN_SHARE = 4_096, 8
+_RELEARN_EVENTS, _RELEARN_SHARE = 2_048, 8
 """Outlooks are renewed after so many events, or after as many as this part of the pool if that is more."""
 
 _MEMORY_SAMPLES = 4 * _SAMPLES
@@ -54,7 +54,7 @@ _LEAST_REUSES = 200
 """Until so many reuses were seen in the sample, the policy is LRU."""
 
 _RESCORE_S = 0.25
-"""Scores of classes are this old at most: the width of the narrowest bucket of age."""
+"""Scores of classes are this old at most: the width of the first bucket of age."""
 
 
 class Kind(NamedTuple):

@@ -8,8 +8,8 @@ from shared.store.policies.base import Entry, Ranked
 from shared.store.policies.leaves import Rank
 
 DOUBLING_S = 15.0
-"""Twice as deep in its chain counts as this many seconds longer unused. Prompts of 128 blocks are answered about
-half as often as those of 4, and a minute and a half later; five doublings apart, that is some 15 s each."""
+"""Twice as deep in its chain counts as this many seconds longer unused: in conversation_trace new prompts of 64 blocks
+and more are continued 0.6 times as often as those below 16, and 100 s later, over some five doublings."""
 
 
 class LengthAware(Ranked):
