@@ -26,8 +26,9 @@ from math import inf
 from shared.errors import Bug
 from shared.ids import BlockKey, OperationId
 from shared.messages import StoredBlock
-from shared.store.policies import Policy, make
+from shared.store.policies import Policy
 from shared.store.policies.leaves import Leaves
+from shared.store.policies.lru import Lru
 
 
 @dataclass(slots=True)
@@ -76,12 +77,13 @@ class PoolStatistics:
 class BlockPool:
     """Slots ``0 .. num_blocks - 1``. All times are monotonic seconds given by the caller.
 
-    ``policy`` is the pool's own from now on; the default one unless given.
+    ``policy`` is the pool's own from now on. Unless given, what was used longest ago goes first: for small pools and
+    models; workers give the policy that their settings name.
     """
 
     def __init__(self, num_blocks: int, policy: Policy | None = None) -> None:
         self._total = num_blocks
-        self._policy = make() if policy is None else policy
+        self._policy = Lru() if policy is None else policy
         self._policy.bind(num_blocks)
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         #: {block key: its cached block}
