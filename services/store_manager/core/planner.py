@@ -29,6 +29,7 @@ drain      Blocks without another copy are copied out, hot ones whatever has to 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +101,8 @@ class Planner:
         #: when each look is due
         self._plan_at_s = self._trim_at_s = self._protect_at_s = self._quota_at_s = self._orders_at_s = -math.inf
         self._reading = False
-        self._looked_at = 0
-        """Hot prefixes before this one, in order of heat, were looked at last time."""
+        #: ends of hot prefixes whose turn is still to come, in order of heat
+        self._to_look_at: deque[BlockKey] = deque()
         self._orders: Orders | None = None
         """As read in this term."""
 
@@ -251,14 +252,10 @@ class Planner:
         """Asks for one copy of each hot prefix that has too few; of many prefixes a part each time, in turn."""
         policy, picture = self._policy, self.picture
         staying, promised, budget = picture.staying(), self._copier.promised(), policy.plan_blocks
-        frontier = self._frontier(now)
-        begin = self._looked_at if self._looked_at < len(frontier) else 0
-        self._looked_at = 0
-        for position in range(begin, len(frontier)):
-            if self._copier.is_full or budget <= 0:
-                self._looked_at = position
-                return
-            path = picture.map.path(frontier[position], limit=policy.max_path)
+        if not self._to_look_at or picture.heat.hot_count <= policy.few_hot:
+            self._to_look_at = deque(self._frontier(now))
+        while self._to_look_at and not self._copier.is_full and budget > 0:
+            path = picture.map.path(self._to_look_at.popleft(), limit=policy.max_path)
             budget -= 1 + len(path)
             if not path:
                 continue

@@ -38,8 +38,10 @@ class PlannerPolicy:
     """Pause between two looks at what is hot."""
     max_path: int = 4_096
     """Longest chain that is followed to its root."""
-    plan_blocks: int = 20_000
+    plan_blocks: int = 10_000
     """Blocks of all hot prefixes looked at each time; the others have their turn next."""
+    few_hot: int = 5_000
+    """With more hot blocks than this, hot prefixes are sorted out anew only when each had its turn."""
     batch_blocks: int = 64
     batch_bytes: int = 64 * 2**20
     """Most that one request to copy asks for."""
