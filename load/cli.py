@@ -18,6 +18,7 @@ from rich.table import Table
 
 from load import plots, report
 from load.bench import cli as bench
+from load.bench.conductor_command import bench_conductor
 from load.cachesim.cli import cache_sim
 from load.client import is_loopback
 from load.live import ReplayOptions
@@ -37,6 +38,7 @@ app.command("bench-transfer")(bench.bench_transfer)
 app.command("bench-store")(bench.bench_store)
 app.command("bench-restart")(bench.bench_restart)
 app.command("bench-catalog")(bench.bench_catalog)
+app.command("bench-conductor")(bench_conductor)
 app.command("soak-transfer")(bench.soak_transfer)
 app.command("cache-sim")(cache_sim)
 
