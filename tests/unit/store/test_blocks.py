@@ -20,7 +20,7 @@ from shared.errors import Bug
 from shared.ids import BlockKey, OperationId
 from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
-from shared.store.policies import POLICIES, make
+from shared.store.policies import POLICIES, hit_density, make
 from shared.store.policies.lru import Lru
 
 
@@ -328,3 +328,10 @@ class PoolModel(RuleBasedStateMachine):
 def test_pool_and_policy_agree_with_the_model(name: str) -> None:
     model = type(f"PoolModelWith{name}", (PoolModel,), {"policy": name})
     run_state_machine_as_test(model, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
+
+
+def test_pool_and_the_default_agree_with_the_model_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_density, "_LEAST_REUSES", 1)
+    monkeypatch.setattr(hit_density, "_RELEARN_EVENTS", 4)
+    model = type("PoolModelLearning", (PoolModel,), {"policy": "hit_density"})
+    run_state_machine_as_test(model, settings=settings(max_examples=25, stateful_step_count=50, deadline=None))
