@@ -13,7 +13,7 @@ from shared.bus.subjects import KV_EVICTED, KV_STORED
 from shared.clock import SystemClock
 from shared.ids import BlockKey, Incarnation, OperationId, RequestId, WorkerId, fresh
 from shared.kv import CacheSpec, Tier, unpack_keys
-from shared.messages import Endpoint, StoredBlock
+from shared.messages import Endpoint, Evicted, KvEvent, StoredBlock
 from shared.store.agent import StoreAgent
 from shared.store.parts import Fetched, Part
 from shared.store.ssd.files import Files
@@ -37,6 +37,8 @@ class Holder:
     announced: set[tuple[BlockKey, Tier]] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
     """Of every eviction that was announced."""
+    _early: dict[int, KvEvent] = field(default_factory=dict)
+    _seq: int = 0
 
     def put(self, blocks: Sequence[StoredBlock]) -> None:
         """Stores the blocks as if they had been computed."""
@@ -44,6 +46,16 @@ class Holder:
         slots = self.agent.allocate(operation, len(blocks), tenant=blocks[0].tenant)
         assert slots is not None, "no room"
         for slot, block in zip(slots, blocks, strict=True):
+            self.agent.buffer(slot)[:] = payload(block.key, self.spec)
+            self.agent.seal(operation, slot, block)
+        self.agent.release(operation)
+
+    def put_rest(self, blocks: Sequence[StoredBlock]) -> None:
+        """Stores what is not in memory of the blocks, as a request does that reuses the others."""
+        operation = OperationId(fresh("put", 4))
+        cached = len(self.agent.pin(operation, [block.key for block in blocks]))
+        slots = self.agent.allocate(operation, len(blocks) - cached, tenant=blocks[0].tenant) or []
+        for slot, block in zip(slots, blocks[cached:], strict=False):
             self.agent.buffer(slot)[:] = payload(block.key, self.spec)
             self.agent.seal(operation, slot, block)
         self.agent.release(operation)
@@ -79,15 +91,22 @@ class Holder:
         """What it holds, by its own word."""
         return {(block.key, block.tier) for block in self.agent.blocks()}
 
-    async def on_stored(self, delivery: Delivery) -> None:
-        for block in delivery.message.blocks:
+    async def on_news(self, delivery: Delivery) -> None:
+        """The two kinds of news may overtake each other."""
+        self._early[delivery.message.seq] = delivery.message
+        while (event := self._early.pop(self._seq + 1, None)) is not None:
+            self._seq += 1
+            self._apply(event)
+
+    def _apply(self, event: KvEvent) -> None:
+        if isinstance(event, Evicted):
+            self.reasons.append(event.reason)
+            self.announced.difference_update((key, event.tier) for key in unpack_keys(event.keys))
+            return
+        for block in event.blocks:
             parent = block.depth == 0 or any((block.parent, tier) in self.announced for tier in Tier)
             assert parent, "a block is told before its parent"
             self.announced.add((block.key, block.tier))
-
-    async def on_evicted(self, delivery: Delivery) -> None:
-        self.reasons.append(delivery.message.reason)
-        self.announced.difference_update((key, delivery.message.tier) for key in unpack_keys(delivery.message.keys))
 
 
 @asynccontextmanager
@@ -101,8 +120,8 @@ async def open_holder(nats_url: str, worker: str, *, blocks: int = 32, spec: Cac
         transfer = await stack.enter_async_context(TransferEngine.open(worker=name, incarnation=incarnation))
         segment = transfer.register(SEGMENT, blocks * spec.block_bytes)
         holder = Holder(name, incarnation, bus, spec, transfer.endpoint)
-        listening = [await bus.subscribe(KV_STORED.at(worker=name), holder.on_stored),
-                     await bus.subscribe(KV_EVICTED.at(worker=name), holder.on_evicted)]
+        listening = [await bus.subscribe(subject.at(worker=name), holder.on_news)
+                     for subject in (KV_STORED, KV_EVICTED)]
         agent = holder.agent = await stack.enter_async_context(open_agent(
             values, worker=name, incarnation=incarnation, spec=spec, num_blocks=blocks, segment=segment,
             transfer=transfer, bus=bus, clock=clock, files=files))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import resource
 import subprocess
 import time
@@ -337,6 +338,48 @@ async def test_its_digest_is_that_of_both_tiers(nats_url: str, tmp_path: Path, e
                                       timeout_s=5.0)
         assert isinstance(reply, DigestReply) and reply.spec == SPEC.digest
         assert {tier.tier for tier in reply.tiers} == {Tier.DRAM, Tier.SSD}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_happens_at_once_no_byte_is_wrong_and_the_news_are_true(
+        nats_url: str, tmp_path: Path, eventually: Eventually, seed: int) -> None:
+    """Requests, readers, trims, budgets, rot and faults in any order, over three lives of one directory."""
+    chance, files = random.Random(seed), FaultyFiles()
+    for life in range(3):
+        budgets = life > 0
+        async with open_holder(nats_url, "w1", blocks=24, files=files,
+                               ssd=ssd(tmp_path, blocks=40, pause_s=0.02)) as one, \
+                open_holder(nats_url, "w2", blocks=96) as two:
+            async def act(one: Holder = one, two: Holder = two, budgets: bool = budgets) -> None:
+                for _ in range(30):
+                    chain = make_chain(f"{chance.randrange(12)}", chance.randrange(1, 9),
+                                       tenant=chance.choice(["", "acme"]))
+                    match chance.randrange(8):
+                        case 0 | 1:
+                            held = one.agent.pool.match([block.key for block in chain])
+                            if one.agent.pool.available >= len(chain) - held:
+                                one.put_rest(chain)
+                        case 2 | 3:
+                            if one.agent.pool.available >= len(chain):
+                                await one.recall(chain)
+                        case 4:
+                            await two.fetch(one.id, chain)
+                            two.agent.trim([block.key for block in chain], "test")
+                        case 5:
+                            one.agent.trim([block.key for block in chain], "trim")
+                        case 6:
+                            files.read_errno, files.write_errno = chance.choice(
+                                [(0, 0), (0, 0), (errno.EIO, 0), (0, errno.EIO), (0, errno.ENOSPC)])
+                        case 7:
+                            with blocks_file(tmp_path, one).open("r+b") as file:
+                                file.seek(chance.randrange(40) * stride_of(SPEC) + 7)
+                                file.write(bytes([chance.randrange(256)]))
+                    one.agent.set_budgets({"acme": chance.randrange(20) * SPEC.block_bytes} if budgets else {})
+
+            await asyncio.gather(*(act() for _ in range(3)))
+            files.read_errno = files.write_errno = 0
+            await eventually(lambda: one.agent.pool.statistics().pinned == 0)
+            await eventually(lambda: one.announced == one.held, "the news add up to what is held")
 
 
 # --- orders of the store-manager ---------------------------------------------------------------------------------
