@@ -117,11 +117,12 @@ _add_service("store-manager", "Archives the lineage of every KV block in Postgre
 
 @app.command(rich_help_panel=_STACK, epilog=(
     "Example: MOONBUS_POSTGRES_URL=postgresql://moonbus:secret@10.0.0.2/moonbus moonbus migrate"))
-def migrate(sets: Sets = None) -> None:
+def migrate(sets: Sets = None, pre: Annotated[bool, typer.Option(
+        "--pre", help="Only the steps before the new version's code, while the old one still runs.")] = False) -> None:
     """Bring the catalog's schema up to date; repeating it changes nothing."""
     from services.cli.serving import migrate as run
 
-    run(sets or [])
+    run(sets or [], pre=pre)
 
 
 @app.command(rich_help_panel=_ASK, epilog=(

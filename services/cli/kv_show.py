@@ -144,7 +144,6 @@ def hot(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int, b
         return
     if html is not None:
         return
-    ends = {row.key: row for row in reply.prefixes}
     ranked = sorted((row for row in reply.prefixes if row.hits), key=lambda row: -row.hits * row.tokens)
     table = compact_table(name_column("key", KEY_DIGITS), "tenant", _number("depth"), _number("tokens"),
                           _number("hits"), _number("saved"), "last used", "copies now",
@@ -155,10 +154,8 @@ def hot(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int, b
                       f"{row.hits * row.tokens:,}", _age(row.last_used_at_s), _joined(row.workers))
     console.print(table)
     if ranked:
-        deepest = ranked[0]
-        above = sum(1 for _ in _above(deepest, ends))
-        console.print(f"the first continues {above} other{'' if above == 1 else 's'}; "
-                      f"moonbus kv lineage {_short(deepest.key)} shows its chain", style="dim", highlight=False)
+        console.print(f"moonbus kv lineage {_short(ranked[0].key)} shows the first one's chain, --html FILE draws all",
+                      style="dim", highlight=False, soft_wrap=True)
 
 
 def evictions(nats_url: str | None, data_dir: str | None, json: bool, *, since: str, limit: int, worker: str,
@@ -171,14 +168,16 @@ def evictions(nats_url: str | None, data_dir: str | None, json: bool, *, since: 
         _print_json(reply)
         return
     if not query.key_hex:
-        table = compact_table("worker", "tier", "why", _number("blocks"), _number("size"), _number("held for"),
+        table = compact_table(name_column("worker", 9), "tier", "why", _number("blocks"), _number("size"),
+                              _number("held for"),
                               title=f"Evicted during the last {since}")
         for group in reply.groups:
             table.add_row(group.worker, group.tier, group.why, f"{group.blocks:,}", format_bytes(group.nbytes),
                           _duration(group.held_s))
         console.print(table)
-    table = compact_table("when", name_column("key", KEY_DIGITS), _number("depth"), "tenant", "worker", "tier", "why",
-                          _number("held for"), title=f"The latest {len(reply.evictions)}")
+    table = compact_table(Column("when", no_wrap=True), name_column("key", KEY_DIGITS), _number("depth"), "tenant",
+                          name_column("worker", 9), "tier", "why", _number("held for"),
+                          title=f"The latest {len(reply.evictions)}")
     for row in reply.evictions:
         table.add_row(_age(row.at_s), _short(row.key), str(row.depth) if row.depth >= 0 else "?", row.tenant,
                       row.worker, row.tier, row.why, _duration(row.held_s))
@@ -194,8 +193,9 @@ def reuse(nats_url: str | None, data_dir: str | None, json: bool, *, by: str, si
     if json:
         _print_json(reply)
         return
-    table = compact_table(by, _number("requests"), _number("prompt tokens"), _number("not computed"), _number("share"),
-                          "", _number("predicted"), _number("mean TTFT"), title=f"Reuse during the last {since}")
+    table = compact_table(name_column(by, 10), _number("requests"), _number("prompt tokens"), _number("not computed"),
+                          _number("share"), Column("", no_wrap=True), _number("predicted"), _number("TTFT"),
+                          title=f"Reuse during the last {since}")
     for row in reply.rows:
         share = row.hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
         predicted = row.predicted_hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
@@ -213,13 +213,13 @@ def requests(nats_url: str | None, data_dir: str | None, json: bool, *, since: s
     if json:
         _print_json(reply)
         return
-    table = compact_table("when", name_column("request", 12), "tenant", "outcome", _number("prompt"), _number("hit"),
-                          _number("out"), _number("TTFT"), _number("total"), "prefill", "decode",
+    table = compact_table(Column("when", no_wrap=True), name_column("request", 12), "tenant", "outcome",
+                          _number("prompt"), _number("hit"), _number("TTFT"), _number("total"), "workers",
                           title=f"The latest {len(reply.requests)} requests of the last {since}")
     for row in reply.requests:
         table.add_row(_age(row.received_at_s), row.request[:20], row.tenant, _outcome(row), f"{row.prompt_tokens:,}",
-                      f"{row.hit_tokens:,}", f"{row.completion_tokens:,}", _duration(row.ttft_s),
-                      _duration(row.duration_s), row.prefill, row.decode)
+                      f"{row.hit_tokens:,}", _duration(row.ttft_s), _duration(row.duration_s),
+                      "\n".join(worker for worker in (row.prefill, row.decode) if worker))
     console.print(table)
 
 
@@ -261,8 +261,8 @@ def storage(nats_url: str | None, data_dir: str | None, json: bool, *, since: st
     for row in reply.rows:
         series[row.worker, row.tier][row.at_s] = (row.blocks, row.nbytes)
     moments = sorted({row.at_s for row in reply.rows})
-    table = compact_table("worker", "tier", Column("over time", no_wrap=True), _number("most"), _number("blocks now"),
-                          _number("size now"), title=f"Held during the last {since}, a bar for "
+    table = compact_table(name_column("worker", 9), "tier", Column("over time", no_wrap=True), _number("most"),
+                          _number("blocks now"), _number("size now"), title=f"Held during the last {since}, a bar for "
                                                      f"{format_age(reply.step_s)}")
     for (name, tier), held in sorted(series.items()):
         most = max(nbytes for _, nbytes in held.values())
@@ -325,12 +325,6 @@ def _tree(prefixes: Sequence[PrefixRow], *, title: str) -> Tree:
     return root
 
 
-def _above(row: PrefixRow, ends: dict[Any, PrefixRow]) -> Any:
-    while (parent := ends.get(row.parent)) is not None:
-        yield parent
-        row = parent
-
-
 def _print_facts(facts: Sequence[tuple[str, str]]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
@@ -339,7 +333,7 @@ def _print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def _number(header: str) -> Column:
-    return Column(header, justify="right")
+    return Column(header, justify="right", no_wrap=True)
 
 
 def _digits(key: str) -> str:

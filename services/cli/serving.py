@@ -52,16 +52,18 @@ def serve(service: str, sets: Sequence[str]) -> int:
     return int(module.main(overrides))
 
 
-def migrate(sets: Sequence[str]) -> None:
-    """Moves the schema to the newest revision, with the store-manager's settings."""
+def migrate(sets: Sequence[str], *, pre: bool) -> None:
+    """Moves the schema to the newest revision, or to the newest that comes before the code, with the store-manager's
+    settings."""
     from services.cli.output import console
-    from shared.catalog.migrate import upgrade
+    from shared.catalog.migrate import needed, upgrade
     from shared.catalog.settings import CatalogSettings
     from shared.settings import load
 
     overrides = parse_sets(sets, CatalogSettings, "store-manager")
     settings = load(CatalogSettings, "store-manager", overrides=overrides, whole=False)
-    console.print(f"the catalog's schema is at revision {upgrade(settings.postgres_url)}", highlight=False)
+    revision = upgrade(settings.postgres_url, needed() if pre else "head")
+    console.print(f"the catalog's schema is at revision {revision}", highlight=False)
 
 
 def parse_sets(sets: Sequence[str], kind: type[CommonSettings], service: str) -> dict[str, str]:

@@ -40,7 +40,8 @@ def needed() -> str:
 def upgrade(url: str, revision: str = "head") -> str:
     """Moves the schema up to ``revision`` and returns the one it is at; for callers without a running loop.
 
-    Raises ``Unavailable`` or ``SettingError``. Several processes at once are safe: they take turns.
+    Raises ``Unavailable`` or ``SettingError``. Several processes at once are safe: they take turns. A schema that is
+    past ``revision`` already stays where it is.
     """
     return asyncio.run(_with_database(url, revision))
 
