@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +26,8 @@ from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
 from shared.store.door import Door
 from shared.store.door_frames import MAX_INLINE_BYTES
+from shared.store.settings import SsdSettings
+from shared.store.ssd.tier import SsdTier
 from shared.transfer import TransferEngine, TransferSettings
 from shared.worker.presence import Presence
 from shared.worker.settings import WorkerSettings
@@ -41,6 +43,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     worker: WorkerId = WorkerId("store-1")
     settings: TransferSettings = TransferSettings()
+    ssd: SsdSettings = SsdSettings()
     heartbeat_s: float = 1.0
 
 
@@ -60,10 +63,16 @@ async def open_owner(order: Order) -> AsyncIterator[Owner]:
     async with (
         NatsBus.connect(order.nats_url, name=order.worker) as bus,
         TransferEngine.open(worker=order.worker, incarnation=incarnation, settings=order.settings) as transfer,
+        AsyncExitStack() as stack,
     ):
         segment = transfer.register(SEGMENT, order.num_blocks * spec.block_bytes)
+        ssd = None
+        if order.ssd.dir:
+            ssd = await stack.enter_async_context(SsdTier.open(
+                order.ssd.directory(order.worker, spec.digest), spec, order.ssd, clock=clock))
         agent = StoreAgent(worker=order.worker, incarnation=incarnation, spec=spec, pool=BlockPool(order.num_blocks),
-                           transfer=transfer, segment=SEGMENT, memory=segment.buffer, bus=bus, clock=clock)
+                           transfer=transfer, segment=SEGMENT, memory=segment.buffer, bus=bus, clock=clock, ssd=ssd,
+                           ssd_settings=order.ssd)
         hello = Hello(worker=order.worker, incarnation=incarnation, role="store", spec=spec,
                       endpoint=transfer.endpoint, capacity_blocks=order.num_blocks, max_running=0,
                       started_at_s=time.time(), pid=os.getpid())

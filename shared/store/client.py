@@ -302,6 +302,8 @@ class Client(_Calls):
             client._close()
             directory.stopping.set()
             await asyncio.wait([listening])
+            if opened.is_set() and (error := listening.exception()) is not None:
+                log.error("action=store_client_deaf error=%s", error)
 
     async def put(self, key: Key, value: bytes | bytearray | memoryview, *, timeout_s: float | None = None) -> bool:
         """Stores a value; false when the key had one already (values never change)."""
@@ -376,7 +378,7 @@ class SyncClient(_Calls):
                 loop.run_until_complete(directory.run(lambda: opened.set_result(None)))
             except BaseException as error:
                 if opened.done():
-                    log.exception("action=store_client_deaf")
+                    log.error("action=store_client_deaf error=%s", error)
                 else:
                     opened.set_exception(error)
             finally:

@@ -6,6 +6,7 @@ belong to. Nobody is asked twice in one call, so there are no loops; every wait 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -87,7 +88,8 @@ class Core:
         for seat in self._map.seats:
             try:
                 marks = self._marks(call, seat, lambda done: frames.Drop(b"".join(keys), done))
-            except (Gone, NoStore):
+            except (Gone, NoStore, StoreTimeout):
+                self._check(call, removed)
                 continue
             for i, mark in enumerate(marks):
                 removed[i] |= bool(mark)
@@ -146,7 +148,7 @@ class Core:
                     asked[i].add(seat.worker)
                 try:
                     marks = ask(seat, wanted)
-                except (Gone, NoStore, EntryRefused) as error:
+                except (Gone, NoStore, EntryRefused, StoreTimeout) as error:
                     self._check(call, found)
                     why = error
                     continue
@@ -212,7 +214,7 @@ class Core:
                 return self._put_at(call, seat, blocks, parts, wait_s=0.0)
             except StoreFull as error:
                 full = full or error
-            except (Gone, NoStore, EntryRefused) as error:
+            except (Gone, NoStore, EntryRefused, StoreTimeout) as error:
                 self._check(call, ())
                 gone = error
             except Late:
@@ -368,17 +370,19 @@ class Hold:
 
     def __init__(self, visit: Visit, name: str, keys: bytes, ttl_s: float) -> None:
         self.visit, self._name, self._keys, self._ttl_s = visit, name, keys, ttl_s
+        self._using = threading.Lock()
 
     def renew(self) -> None:
         """Blocks. Raises what a broken connection raises; the pin has ended then, or will."""
-        self.visit.line.set_deadline(host_clock_s() + self._ttl_s / 3)
-        self.visit.line.send(frames.Pin(self._name, self._keys, int(self._ttl_s * 1e3)))
-        self.visit.line.receive()
+        with self._using:
+            self.visit.line.set_deadline(host_clock_s() + self._ttl_s / 3)
+            self.visit.line.ask(frames.Pin(self._name, self._keys, int(self._ttl_s * 1e3)))
 
     def end(self) -> None:
-        """The connection's end is the pin's."""
-        self.visit.line.shutdown()
-        self.visit.line.close()
+        """The connection's end is the pin's. Idempotent."""
+        self.visit.line.shutdown()  # wakes whoever renews it
+        with self._using:
+            self.visit.line.close()
 
 
 def _refusal(visit: Visit, denied: frames.Denied) -> StoreError:

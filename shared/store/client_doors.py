@@ -25,7 +25,7 @@ from shared.transfer.wire import keep_alive
 QUESTIONS, BYTES = 0, 1
 """What a connection serves; over TCP one serves both."""
 CONNECT_S = 2.0
-MAX_IDLE = 16
+MAX_IDLE = 8
 """Connections kept for one worker and purpose."""
 BROKEN = (Closed, OSError, ValueError, frames.FrameError)
 """What a connection raises that is of no use any more, beyond :class:`Late`."""

@@ -60,7 +60,7 @@ LOAN_S = 2.0
 INLINE_BYTES = 512 << 10
 """Values that the event loop copies itself, since handing them to a thread would take longer than that."""
 WATCH_S = 0.1
-MAX_VISITS = 256
+MAX_VISITS = 512
 MAX_STOCK = 64
 STOCK_IDLE_S = 0.5
 """A stock that nobody used for so long goes back to the pool."""

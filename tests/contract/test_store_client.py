@@ -39,6 +39,7 @@ from shared.store.client_errors import (
     WrongSize,
 )
 from shared.store.door_line import Closed, Line
+from shared.store.settings import SsdSettings
 from shared.transfer import host_id
 from shared.transfer.addresses import host_clock_s, split_address
 from shared.transfer.shm import connect_unix
@@ -216,6 +217,30 @@ async def test_blocks_of_kv_are_chains(nats_url: str, path: str) -> None:
             await store.put("text", value(1, KV.block_bytes))
         with pytest.raises(BadKey):
             await store.get("text")
+
+
+async def test_what_left_the_memory_is_read_back_from_the_disk(nats_url: str, path: str, tmp_path: Path,
+                                                               eventually: Eventually) -> None:
+    ssd = SsdSettings(dir=str(tmp_path), ahead=1.0, timeout_s=20.0)
+    wanted = msgspec.structs.replace(order(nats_url, SPEC, path=path), ssd=ssd)
+    async with open_owner(wanted) as owner, open_client("async", nats_url, SPEC) as store:
+        disk = owner.agent.ssd
+        assert disk is not None
+        for done in (8, 16, 24):
+            for i in range(done - 8, done):
+                await store.put(f"key {i}", value(i))
+            await eventually(lambda done=done: len(list(disk.blocks())) == done, "copied ahead of need")
+        assert len(list(owner.agent.pool.blocks())) <= 16
+        assert await store.batch_exists([f"key {i}" for i in range(24)]) == [True] * 24
+        memory = store.buffer(24 * NBYTES)
+        parts = [memory[i * NBYTES:(i + 1) * NBYTES] for i in range(24)]
+        assert all(await store.batch_get_into([f"key {i}" for i in range(24)], parts))
+        assert [bytes(part.array) for part in parts] == [value(i) for i in range(24)]
+        async with await store.pin(["key 0"]) as pin:
+            assert pin.kept == [True]
+        await eventually(lambda: owner.agent.pool.statistics().pinned == 0)
+        assert await store.remove("key 0") and not await store.exists("key 0")
+        owner.agent.pool.check_invariants()
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------
