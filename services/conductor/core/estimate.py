@@ -26,7 +26,9 @@ from shared.messages import Profile
 
 _PACE_WINDOW = 16
 _DECAY = 0.87
-"""Weight of an observation relative to the one after it: five new ones outweigh all older ones."""
+"""Weight in the pace of an observation relative to the one after it: five new ones outweigh all older ones."""
+_FORGET = 0.97
+"""The same in the shape, which changes less: half of it is from the last 23."""
 _RECENT = 7
 _DRIFT = 1.3
 """When most of the last few observations are further than this factor from the fit, the worker has another pace."""
@@ -106,10 +108,10 @@ class Fit:
         weight = min(1.0, _HUBER / max(residual, 1e-9))
         for i, part in enumerate(row):
             weighted = weight * part
-            self._sums[i] = _DECAY * self._sums[i] + weighted
+            self._sums[i] = _FORGET * self._sums[i] + weighted
             squares = self._squares[i]
             for j, other in enumerate(row):
-                squares[j] = _DECAY * squares[j] + weighted * other
+                squares[j] = _FORGET * squares[j] + weighted * other
 
     def _solve(self, pace: float) -> tuple[float, ...]:
         """The coefficients nearest to what was observed and, a little, to ``pace`` times the profile."""

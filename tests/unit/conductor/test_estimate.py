@@ -98,3 +98,62 @@ def test_predictions_never_turn_negative() -> None:
     for _ in range(100):
         fit.observe(rng.uniform(0.001, 10.0), 1.0, rng.uniform(0, 1000))
         assert fit.seconds(1.0, rng.uniform(0, 1e6)) > 0
+
+
+def lengths(rng: random.Random) -> tuple[int, int]:
+    """A prompt, as heavy-tailed as real ones, and what of it is cached."""
+    tokens = int(min(rng.lognormvariate(9, 1.1), 128_000)) + 64
+    return tokens, rng.randrange(0, tokens, 512) if rng.random() < 0.5 else 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("noise", "outliers", "most"), [(0.05, 0.0, 0.06), (0.15, 0.0, 0.16), (0.05, 0.05, 0.2)])
+def test_real_lengths_noise_and_outliers_converge(seed: int, noise: float, outliers: float, most: float) -> None:
+    rng, costs = random.Random(seed), Costs(Profile(
+        prefill_fixed_s=0.08, prefill_per_token_s=2e-3, prefill_per_token2_s=1e-8))
+    errors = []
+    for i in range(120):
+        tokens, hit = lengths(rng)
+        seconds = truth(tokens, hit)
+        if i >= 40:
+            errors.append(abs(costs.prefill_s(num_tokens=tokens, hit_tokens=hit) - seconds) / seconds)
+        factor = rng.choice((0.05, 20.0)) if rng.random() < outliers else rng.lognormvariate(0, noise)
+        costs.observe_prefill(seconds * factor, num_tokens=tokens, hit_tokens=hit)
+    assert sorted(errors)[len(errors) * 8 // 10] < most
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
+def test_a_change_of_pace_is_followed_within_ten_observations_and_keeps_the_shape(factor: float) -> None:
+    for seed in range(10):
+        rng, costs = random.Random(seed), Costs(PROFILE)
+        for i in range(40):
+            tokens, hit = lengths(rng)
+            pace = factor if i >= 30 else 1.0
+            costs.observe_prefill(truth(tokens, hit, slower=pace) * rng.uniform(0.95, 1.05), num_tokens=tokens,
+                                  hit_tokens=hit)
+        for tokens in (500, 8000, 60_000):
+            expected = truth(tokens, 0, slower=factor)
+            assert costs.prefill_s(num_tokens=tokens, hit_tokens=0) == pytest.approx(expected, rel=0.25)
+
+
+def test_decode_steps_are_learnt_from_batch_and_context() -> None:
+    rng, costs = random.Random(6), Costs(Profile(
+        decode_fixed_s=0.05, decode_per_request_s=3e-4, decode_per_context_token_s=1e-7))
+    for _ in range(60):
+        batch = rng.randint(1, 32)
+        context = batch * rng.randint(500, 30_000)
+        costs.observe_step((0.026 + 1.45e-4 * batch + 3.46e-8 * context) * rng.uniform(0.97, 1.03), batch=batch,
+                           context_tokens=context)
+    for batch, context in ((1, 8000), (16, 200_000), (32, 600_000)):
+        expected = 0.026 + 1.45e-4 * batch + 3.46e-8 * context
+        assert costs.step_s(batch=batch, context_tokens=context) == pytest.approx(expected, rel=0.15)
+
+
+def test_no_transfer_is_predicted_to_take_less_than_the_better_link() -> None:
+    costs = Costs(PROFILE)
+    for nbytes in (10**6, 3 * 10**6, 10**7, 5 * 10**6) * 5:
+        costs.observe_transfer(0.001 + nbytes / 5e9, nbytes, same_host=True)
+        costs.observe_transfer(0.0001 + nbytes / 1e8, nbytes, same_host=False)
+    fixed_s, byte_s = costs.better_link
+    for same_host in (True, False):
+        assert fixed_s + byte_s * 4e6 <= costs.transfer_s(4 * 10**6, same_host=same_host)
