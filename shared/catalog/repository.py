@@ -137,7 +137,7 @@ class Catalog:
         """
         written = await self._write(events, now_s=now_s)
         if written.requests or (written.blocks and self._reuse_waits):
-            await self._count_reuse()
+            await self.count_reuse()
         return written
 
     @_again
@@ -163,7 +163,7 @@ class Catalog:
                       stale: Sequence[tuple[bytes, str]] | None, now_s: float) -> Repaired:
         repaired, blocks = await self._repair_once(life, seq, spec, held, stale, now_s)
         if blocks and self._reuse_waits:
-            await self._count_reuse()
+            await self.count_reuse()
         return repaired
 
     @_again
@@ -210,7 +210,11 @@ class Catalog:
         return died.rowcount + revived.rowcount
 
     @_again
-    async def _count_reuse(self) -> None:
+    async def count_reuse(self) -> None:
+        """Gives the blocks that requests reused their hits, as far as the requests' chains are known by now.
+
+        A writer does it after its own news; what waits for another writer's is counted by ``maintain``.
+        """
         async with self._database.transaction() as connection:
             self._reuse_waits = (await connection.execute(ingest_sql.COUNT_REUSE, {
                 "wait_s": ingest_sql.REUSE_WAIT_S, "most": ingest_sql.REUSE_AT_A_TIME})).scalar_one()
@@ -222,7 +226,7 @@ class Catalog:
         Many short transactions. To be called every minute or so by one store-manager, and at once again while it
         says that there is ``more``; two at a time do no harm.
         """
-        await self._count_reuse()  # also of requests after which nothing was written
+        await self.count_reuse()  # also of requests after which nothing was written
         return await self._upkeeper.run(now_s=now_s)
 
     # Reading.
