@@ -33,7 +33,7 @@ RECORD_S = 2.0
 _TRIES = 8
 """Of two that write at once one goes through, so few are needed."""
 _KNOWN_S = 3.0
-"""A store-manager that has just started may not have heard of a worker yet."""
+"""A store-manager that started less long ago may not have heard of a worker yet."""
 _MOST_LISTED = 200
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Desk:
         return self._told(drain)
 
     async def _wait_known(self, worker: str) -> None:
-        ends_s = self._clock.monotonic() + _KNOWN_S
+        ends_s = self._planner.picture.started_s + _KNOWN_S
         # NOTE: polled, since the planner tells nobody of each worker; a person waits here, once.
         while self._planner.picture.life(worker) is None and self._clock.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

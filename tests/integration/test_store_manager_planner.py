@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -205,23 +206,57 @@ async def _leads(bus: NatsBus, name: str) -> bool:
     return isinstance(reply, CopiesReply) and reply.leader == name
 
 
-async def test_a_manager_that_stalls_for_long_expires_nobody(
+class BlockedWorker:
+    """A worker in a thread of its own whose loop stands still for a while, as one that a library call holds up."""
+
+    def __init__(self, nats_url: str) -> None:
+        self._url = nats_url
+        self.present, self.block, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._live()))
+
+    async def _live(self) -> None:
+        async with NatsBus.connect(self._url, name="b") as bus:
+            b = Worker(bus, "b")
+            settings = CommonSettings(nats_url=self._url, heartbeat_s=0.1)
+            async with b.open(beats=False), Presence(bus, settings, b.hello, b.load).open():
+                await b.store(chain("y", 3))
+                self.present.set()
+                await asyncio.to_thread(self.block.wait, 30.0)
+                time.sleep(3.0)  # noqa: ASYNC251  # that is the point
+                await asyncio.to_thread(self.ended.wait, 30.0)
+
+
+async def test_nobody_dies_of_a_blocked_loop_nor_of_our_own_stall(
     nats_url: str, nats_bus: NatsBus, migrated_url: str,
 ) -> None:
-    """Three times as long as a worker may be silent here."""
-    async with store_manager(nats_url, migrated_url) as service, Worker(nats_bus, "a").open() as a:
-        await a.store(chain("x", 5))
-        await eventually(holds(nats_bus, live_replicas=5), timeout_s=20.0)
-        service.process.send_signal(signal.SIGSTOP)
-        ends_s = time.monotonic() + 4.0
-        await eventually(lambda: time.monotonic() > ends_s, timeout_s=20.0)
-        service.process.send_signal(signal.SIGCONT)
-        ends_s = time.monotonic() + 1.0
-        while time.monotonic() < ends_s:  # long enough for a death to be written
-            reply = await stats(nats_bus)
-            assert not isinstance(reply, Failure) and [row.state for row in reply.workers] == ["alive"]
-            assert reply.live_replicas == 5
-            await asyncio.sleep(0.1)
-        async with connect(migrated_url) as database:
-            held = await Catalog(database).known(a.id, a.incarnation, list(range(4096)))
-        assert {key for key, _ in held} == set(a.held)
+    """Both last at least twice as long as a worker may be silent here (1.5 s)."""
+    blocked = BlockedWorker(nats_url)
+    blocked.thread.start()
+    try:
+        async with store_manager(nats_url, migrated_url) as service, Worker(nats_bus, "a").open() as a:
+            await a.store(chain("x", 5))
+            await eventually(blocked.present.is_set, timeout_s=20.0)
+            await eventually(holds(nats_bus, live_replicas=8), timeout_s=20.0)
+
+            async def all_live(seconds: float) -> None:
+                ends_s = time.monotonic() + seconds
+                while time.monotonic() < ends_s:
+                    reply = await stats(nats_bus)
+                    assert not isinstance(reply, Failure) and [row.state for row in reply.workers] == ["alive", "alive"]
+                    assert reply.live_replicas == 8
+                    await asyncio.sleep(0.1)
+
+            blocked.block.set()
+            await all_live(3.2)
+            service.process.send_signal(signal.SIGSTOP)
+            ends_s = time.monotonic() + 4.0
+            await eventually(lambda: time.monotonic() > ends_s, timeout_s=20.0)
+            service.process.send_signal(signal.SIGCONT)
+            await all_live(1.0)  # long enough for a death to be written
+            async with connect(migrated_url) as database:
+                held = await Catalog(database).known(a.id, a.incarnation, list(range(4096)))
+            assert {key for key, _ in held} == set(a.held)
+    finally:
+        blocked.block.set()
+        blocked.ended.set()
+        await asyncio.to_thread(blocked.thread.join, 30.0)

@@ -58,8 +58,8 @@ class Worker:
             started_at_s=time.time() - 100)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Worker]:
-        """Lives; ends without a word, as a crash would."""
+    async def open(self, *, beats: bool = True) -> AsyncIterator[Worker]:
+        """Lives; ends without a word, as a crash would. Without ``beats`` somebody else says that it is there."""
         async def sync(delivery: Delivery) -> Any:
             return self.log.since(delivery.message, now=time.monotonic())
 
@@ -74,7 +74,7 @@ class Worker:
             serving.append(await self.bus.serve(KV_DIGEST.at(worker=self.name), digest))
         listening = await self.bus.subscribe(ROLLCALL.at(), present)
         await present()
-        beating = asyncio.create_task(self._beat())
+        beating = asyncio.create_task(self._beat() if beats else asyncio.Event().wait())  # type: ignore[arg-type]
         try:
             yield self
         finally:
@@ -83,10 +83,13 @@ class Worker:
             for subscription in (*serving, listening):
                 await subscription.close()
 
+    def load(self) -> Load:
+        """What its beats say."""
+        return Load(worker=self.id, incarnation=self.incarnation, role="prefill", kv_seq=self.log.seq)
+
     async def _beat(self) -> None:
         while True:
-            await self.bus.publish(LOAD.at(worker=self.name), Load(
-                worker=self.id, incarnation=self.incarnation, role="prefill", kv_seq=self.log.seq))
+            await self.bus.publish(LOAD.at(worker=self.name), self.load())
             await asyncio.sleep(0.1)
 
     async def store(self, blocks: list[StoredBlock]) -> Stored:
