@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include <Python.h>
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -58,9 +59,20 @@ typedef struct {
     int crowded;     /* so many waits go to sleep at once, since others want the processor */
 } Stream;
 
+/* What recvmsg does, but until ``deadline_us`` at most. */
+static Py_ssize_t receive_by(int fd, struct msghdr *message, int flags, double deadline_us)
+{
+    double left_us = deadline_us - now_us();
+    struct pollfd wanted = {.fd = fd, .events = POLLIN};
+    int ready = poll(&wanted, 1, left_us > 0 ? (int)(left_us / 1e3) + 1 : 0);
+    if (ready == 0)
+        errno = EAGAIN;
+    return ready > 0 ? recvmsg(fd, message, flags | MSG_DONTWAIT) : -1;
+}
+
 /* One recvmsg: without sleeping at first, where the last wait has shown that it is worth it. No GIL.
- * Bytes received, 0 at the end of the stream, -1 with errno. */
-static Py_ssize_t receive_some(Stream *self, struct msghdr *message, int flags)
+ * Bytes received, 0 at the end of the stream, -1 with errno. ``deadline_us``: 0 for the kernel's own patience. */
+static Py_ssize_t receive_some(Stream *self, struct msghdr *message, int flags, double deadline_us)
 {
     Py_ssize_t received = recvmsg(self->fd, message, flags | MSG_DONTWAIT);
     if (received >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK) || flags & MSG_DONTWAIT)
@@ -82,7 +94,7 @@ static Py_ssize_t receive_some(Stream *self, struct msghdr *message, int flags)
             }
         }
     }
-    received = recvmsg(self->fd, message, flags);
+    received = deadline_us > 0 ? receive_by(self->fd, message, flags, deadline_us) : recvmsg(self->fd, message, flags);
     int error = errno;
     self->quick = now_us() - begun < self->spin_us;
     errno = error;
@@ -91,12 +103,12 @@ static Py_ssize_t receive_some(Stream *self, struct msghdr *message, int flags)
 
 /* Fills the one part of ``message`` if ``flags`` say MSG_WAITALL, and receives what there is otherwise. Bytes received,
  * fewer than wanted at the end of the stream or before an error; -1 with an exception. */
-static Py_ssize_t receive_all(Stream *self, struct msghdr *message, int flags)
+static Py_ssize_t receive_all(Stream *self, struct msghdr *message, int flags, double deadline_us)
 {
     Py_ssize_t filled = 0, received;
     do {
         Py_BEGIN_ALLOW_THREADS
-        received = receive_some(self, message, flags);
+        received = receive_some(self, message, flags, deadline_us);
         Py_END_ALLOW_THREADS
         if (received > 0) {
             filled += received;
@@ -169,7 +181,7 @@ static PyObject *stream_receive(Stream *self, PyObject *const *args, Py_ssize_t 
         message.msg_controllen = sizeof control.room;
         flags = (flags | MSG_CMSG_CLOEXEC) & ~MSG_WAITALL; /* a second call would overwrite what the first one brought */
     }
-    Py_ssize_t received = receive_all(self, &message, (int)flags);
+    Py_ssize_t received = receive_all(self, &message, (int)flags, 0);
     PyBuffer_Release(&into);
     if (received < 0 || (descriptors && take_descriptors(&message, descriptors)))
         return NULL;
@@ -179,7 +191,8 @@ static PyObject *stream_receive(Stream *self, PyObject *const *args, Py_ssize_t 
 PyDoc_STRVAR(exchange_doc,
 "exchange(head, payload, into, deadline_s)\n--\n\n"
 "Sends ``head`` and ``payload``, back to back, then receives what there is of the answer into ``into``: bytes received,\n"
-"0 at the end of the stream. BlockingIOError when something is left to send at ``deadline_s`` (CLOCK_MONOTONIC).");
+"0 at the end of the stream. BlockingIOError when something is left to send at ``deadline_s`` (CLOCK_MONOTONIC), or\n"
+"no answer has come.");
 
 static PyObject *stream_exchange(Stream *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -237,7 +250,7 @@ static PyObject *stream_exchange(Stream *self, PyObject *const *args, Py_ssize_t
     if (!interrupted) {
         struct iovec in = {into.buf, (size_t)into.len};
         struct msghdr answer = {.msg_iov = &in, .msg_iovlen = 1};
-        received = receive_all(self, &answer, 0);
+        received = receive_all(self, &answer, 0, deadline_s * 1e6);
     }
     PyBuffer_Release(&into);
     PyBuffer_Release(&payload);

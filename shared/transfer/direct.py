@@ -150,10 +150,12 @@ class Lines:
         except DIAL_ERRORS:
             return _BROKEN
         finally:
-            if line.engaged or line.epoch != self._epoch:
+            with self._lock:
+                usable = not line.engaged and line.epoch == self._epoch
+                if usable:
+                    self._idle.setdefault(key, []).append(line)
+            if not usable:
                 line.close()
-            else:
-                self._give_back(key, (line,))
 
     def drop(self) -> None:
         """Closes every connection; one that is in use once its push has ended."""
@@ -199,6 +201,8 @@ class Lines:
         try:
             while len(lines) < count:
                 left_s = min(self._sender.connect_timeout_s, deadline_s - host_clock_s())
+                if left_s <= 0:
+                    return
                 lane = self._lanes[choice.path](replace(self._sender, connect_timeout_s=left_s), peer, choice.address)
                 assert isinstance(lane, StreamLane)
                 lines.append(_Line(lane, self._sender, self._epoch))

@@ -258,14 +258,17 @@ class TransferEngine:
             raise Bug(f"a notification is at most {MAX_NOTE_BYTES} bytes, not {len(notify)} of {type(notify).__name__}")
         nbytes = 0
         for item in slices:
-            segment, length = self._segments.get(item.segment), item.remote.length
-            if item.count != 1 and (item.count < 1 or item.stride < length):
-                raise Bug(f"parts of a slice overlap: {item}")
-            if segment is None or item.offset < 0 or length < 0 or item.offset + item.extent > segment.nbytes:
+            remote, segment = item.remote, self._segments.get(item.segment)
+            length = extent = remote.length
+            if item.count != 1:
+                if item.count < 1 or item.stride < length:
+                    raise Bug(f"parts of a slice overlap: {item}")
+                extent = item.extent
+            if segment is None or item.offset < 0 or length < 0 or item.offset + extent > segment.nbytes:
                 raise Bug(f"slice of bytes that are not ours: {item}")
-            if item.remote.offset < 0 or item.segment in self._leaving:
+            if remote.offset < 0 or item.segment in self._leaving:
                 raise Bug(f"slice to bytes that nobody has, or of memory that is being unregistered: {item}")
-            nbytes += item.nbytes
+            nbytes += length * item.count
         return nbytes
 
     def _notify(self, notification: Notification) -> None:

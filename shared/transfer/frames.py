@@ -25,7 +25,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
-from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -287,9 +286,8 @@ _KNOWN = {int(kind): kind for kind in Kind}
 _encoder = msgspec.msgpack.Encoder()
 
 
-@cache
-def _decoder(kind: Kind) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(BODIES[kind])
+_decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
 
 
 def encode(body: Body) -> bytes:
@@ -300,9 +298,9 @@ def encode(body: Body) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, _KINDS[type(body)], 0, len(data)) + data
 
 
-def parse_header(data: bytes | bytearray | memoryview) -> tuple[Kind, int]:
-    """Kind and body length of a header; raises :class:`FrameError` before anybody trusts the length."""
-    magic, version, kind, _, length = _HEADER.unpack_from(data)
+def parse_header(data: bytes | bytearray | memoryview, start: int = 0) -> tuple[Kind, int]:
+    """Kind and body length of the header at ``start``; raises :class:`FrameError` before anybody trusts the length."""
+    magic, version, kind, _, length = _HEADER.unpack_from(data, start)
     if magic != MAGIC:
         raise FrameError(f"magic is {magic!r}, not {MAGIC!r}")
     if version != VERSION:
@@ -318,7 +316,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> tuple[Kind, int]:
 def decode(kind: Kind, data: bytes | bytearray | memoryview) -> Body:
     """The body; raises :class:`FrameError` when it is not one of ``kind``."""
     try:
-        body: Body = _decoder(kind).decode(data)
+        body: Body = _decoders[kind].decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise FrameError(f"undecodable {kind.name}: {error}") from error
     if isinstance(body, Claim):

@@ -23,6 +23,9 @@ class IntervalSet:
         last = bisect_right(self._starts, stop)
         if first < last:
             start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
+            if last == first + 1:
+                self._starts[first], self._stops[first] = start, stop
+                return
         self._starts[first:last], self._stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:

@@ -130,7 +130,7 @@ class Router:
             batch_bytes = DEVICE_BATCH_BYTES
         proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)
         if choice.path == tcp.PATH and peer.host == self.own.host and not proven:
-            batch_bytes = LOCAL_TCP_BATCH_BYTES
+            batch_bytes = min(LOCAL_TCP_BATCH_BYTES, max(BATCH_BYTES, settings.max_inflight))
         return plan_batches(slices, join=not proven, strided=strided, batch_bytes=batch_bytes)
 
     def link(self, peer: Endpoint, choice: Choice) -> Link:

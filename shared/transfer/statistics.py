@@ -7,6 +7,9 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prometheus_client import Counter as Counted
+from prometheus_client import Histogram
+
 from shared.telemetry import metrics
 from shared.transfer.plan import Routes
 from shared.transfer.types import PushResult
@@ -50,6 +53,8 @@ class Counts:
         self._received_bytes = received_bytes
         self._reported: Counter[str] = Counter()
         self._fresh: deque[Routes | PushResult | tuple[str, str]] = deque()
+        self._meters: dict[str, tuple[Histogram, Counted]] = {}
+        """{path: of seconds, of bytes}"""
         self._lock = threading.Lock()
         self.pushes: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
@@ -73,15 +78,18 @@ class Counts:
     def flush(self) -> None:
         """Counts what was noted. To be called a few times a second, and before the counters are read."""
         with self._lock:
+            chosen: dict[int, tuple[Routes, int]] = {}
             while self._fresh:
                 match self._fresh.popleft():
-                    case Routes() as routes:
-                        _count_choice(routes)
+                    case Routes() as routes:  # mostly the same ones again and again
+                        chosen[id(routes)] = routes, chosen.get(id(routes), (routes, 0))[1] + 1
                     case PushResult() as result:
                         self._count_result(result)
                     case (before, after):
                         self.failovers[before, after] += 1
                         metrics.TRANSFER_FAILOVERS.labels(before, after).inc()
+            for routes, times in chosen.values():
+                _count_choice(routes, times)
             for path, nbytes in list(self._received_bytes.items()):
                 metrics.TRANSFER_BYTES.labels(path, "received").inc(nbytes - self._reported[path])
                 self._reported[path] = nbytes
@@ -93,8 +101,12 @@ class Counts:
                 status.nbytes for status in result.slices if status.path == path)
             self.pushes[path] += 1
             self.sent_bytes[path] += nbytes
-            metrics.TRANSFER_SECONDS.labels(path).observe(result.seconds)
-            metrics.TRANSFER_BYTES.labels(path, "sent").inc(nbytes)
+            meters = self._meters.get(path)
+            if meters is None:
+                meters = self._meters[path] = (metrics.TRANSFER_SECONDS.labels(path),
+                                               metrics.TRANSFER_BYTES.labels(path, "sent"))
+            meters[0].observe(result.seconds)
+            meters[1].inc(nbytes)
         if result.error is None:
             return
         for status in result.slices:
@@ -103,11 +115,11 @@ class Counts:
                 metrics.TRANSFER_FAILURES.labels(status.path or "none", status.error.code).inc()
 
 
-def _count_choice(routes: Routes) -> None:
+def _count_choice(routes: Routes, times: int) -> None:
     if not routes.choices:
-        metrics.TRANSFER_PATH_CHOICES.labels("none", "no way").inc()
+        metrics.TRANSFER_PATH_CHOICES.labels("none", "no way").inc(times)
         return
     best = routes.choices[0]
     paused = ", ".join(choice.path for choice in routes.choices if choice.paused)
     reason = f"{best.reason}; paused: {paused}" if paused else best.reason
-    metrics.TRANSFER_PATH_CHOICES.labels(best.path, reason).inc()
+    metrics.TRANSFER_PATH_CHOICES.labels(best.path, reason).inc(times)

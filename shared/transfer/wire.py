@@ -102,6 +102,8 @@ class Connection:
             self._low, self._high = 0, received
         else:
             self._send_rest([memoryview(frame), *([payload.data] if payload is not None else [])])
+            if self._deadline_s is not None:
+                self.set_patience(self._deadline_s)
             self._low = self._high = 0
             self._read_ahead(0)
         if ahead[:self._high] == wanted:
@@ -157,7 +159,7 @@ class Connection:
             begun()
             while self._high - self._low < frames.HEADER_BYTES:
                 self._read_ahead(0)
-        kind, length = frames.parse_header(self._ahead[self._low:self._high])
+        kind, length = frames.parse_header(self._ahead, self._low)
         self._low += frames.HEADER_BYTES
         if self._high - self._low >= length:
             return frames.decode(kind, self._take(length))
@@ -174,7 +176,7 @@ class Connection:
             return []
         bodies = []
         while self._high - self._low >= frames.HEADER_BYTES:
-            kind, length = frames.parse_header(self._ahead[self._low:self._high])
+            kind, length = frames.parse_header(self._ahead, self._low)
             whole = frames.HEADER_BYTES + length
             if whole > READ_AHEAD_BYTES:
                 raise frames.FrameError(f"answer of {whole} bytes exceeds {READ_AHEAD_BYTES}")

@@ -1,4 +1,6 @@
-"""The blocking engine over every path. Two engines in this process; the path is forced by settings."""
+"""The blocking engine over every path, with the compiled part and without. Two engines in this process; the path is
+forced by settings.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,27 @@ from shared.transfer import (
     TransferSettings,
     TransferTimeout,
 )
+from shared.transfer.native import WHY_NOT
 
 NBYTES = 1 << 20
 OP = OperationId("op")
 PATHS = ["copy", "shm", "tcp"]
+DEFAULTS: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True, params=[pytest.param(True, id="compiled"), pytest.param(False, id="plain")])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines opened without an opinion have this one."""
+    if request.param and WHY_NOT:
+        pytest.skip(f"there is no compiled part: {WHY_NOT}")
+    monkeypatch.setitem(DEFAULTS, "native", request.param)
 
 
 @contextmanager
 def opened(*paths: str, nbytes: int = NBYTES,
            **settings: Any) -> Iterator[tuple[SyncTransferEngine, SyncTransferEngine]]:
     """Sender and receiver with a segment ``kv`` each; the sender's is filled with noise."""
-    allowed = TransferSettings(paths=paths, **settings)
+    allowed = TransferSettings(paths=paths, **{**DEFAULTS, **settings})
     with (
         SyncTransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=allowed) as sender,
         SyncTransferEngine.open(worker=WorkerId("b"), incarnation=Incarnation("b1"), settings=allowed) as receiver,

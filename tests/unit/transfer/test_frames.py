@@ -33,6 +33,10 @@ BODIES = [
 ]
 
 
+NUMBERS = st.integers(0, 2**53 - 1)
+NAMES = st.text(max_size=300).filter(lambda name: len(name) <= frames.MAX_NAME)
+
+
 def read(data: bytes) -> frames.Body:
     kind, length = frames.parse_header(data[:HEADER_BYTES])
     assert len(data) == HEADER_BYTES + length
@@ -134,3 +138,24 @@ def test_a_flipped_byte_is_read_or_refused_but_never_crashes(body: frames.Body, 
 def test_what_queue_pairs_cannot_be_made_of_is_refused(kind: Kind, body: list[object]) -> None:
     with pytest.raises(FrameError):
         frames.decode(kind, msgspec.msgpack.encode(body))
+
+
+@given(NUMBERS)
+def test_a_good_answer_is_what_encode_makes_of_it(transfer_id: int) -> None:
+    assert frames.good_ack(transfer_id) == frames.encode(frames.Ack(transfer_id))
+
+
+@given(NAMES, NAMES, st.binary(max_size=64), NAMES, NUMBERS, st.integers(1, frames.MAX_TIMEOUT_MS), NUMBERS,
+       st.integers(1, frames.MAX_SPAN_BYTES), NUMBERS, NUMBERS, st.floats(allow_nan=False))
+def test_a_form_says_what_encode_would(operation: str, incarnation: str, token: bytes, segment: str, number: int,
+                                       timeout_ms: int, offset: int, length: int, serial: int, source: int,
+                                       deadline_s: float) -> None:
+    span = Span(segment, offset, length)
+    form = frames.Form(operation, incarnation, token, segment, None)
+    assert not form.fetched
+    assert read(form.write(number, timeout_ms, offset, length)) == frames.Write(
+        number, operation, incarnation, token, timeout_ms, [span], None, [])
+    form = frames.Form(operation, incarnation, token, segment, serial)
+    assert form.fetched
+    assert read(form.copy(number, timeout_ms, offset, length, source, deadline_s)) == frames.Copy(
+        number, operation, incarnation, token, timeout_ms, [span], None, [], [Source(serial, source)], [], deadline_s)

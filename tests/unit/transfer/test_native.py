@@ -1,0 +1,211 @@
+"""The compiled part of the transfer engine: copies, and waits that do not sleep."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.transfer import TransferSettings, native
+
+pytestmark = pytest.mark.skipif(bool(native.WHY_NOT), reason=f"there is no compiled part: {native.WHY_NOT}")
+
+LONG_US = 5e6
+"""Whoever looks so long and ends sooner was not asleep, nor waited for its time to end."""
+
+
+@pytest.fixture
+def part() -> Iterator[native.Native]:
+    made = native.Native(100.0)
+    made.start("test")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, right
+
+
+def stream(sock: socket.socket, spin_us: float = 0.0) -> Any:
+    return native._native.Stream(sock.fileno(), spin_us)
+
+
+def test_it_is_there_unless_it_is_switched_off() -> None:
+    assert native.find_native(TransferSettings()) is not None
+    assert native.find_native(TransferSettings(native=False)) is None
+
+
+# -- copies ---------------------------------------------------------------------------------------------------
+
+SOURCE = np.random.default_rng(5).integers(0, 256, 5 << 20, dtype=np.uint8)
+
+
+def parts_of(length: int, count: int, stride: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """bool[n]: which bytes belong to a part."""
+    inside = np.zeros((count - 1) * stride + length, dtype=bool)
+    for i in range(count):
+        inside[i * stride:i * stride + length] = True
+    return inside
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 4200), st.integers(0, 70), st.integers(1, 200_000), st.integers(1, 20), st.integers(0, 9000))
+def test_parts_are_copied_and_nothing_else_is_touched(offset: int, shift: int, length: int, count: int,
+                                                      gap: int) -> None:
+    inside = parts_of(length, count, length + gap)
+    nbytes = len(inside)
+    memory = np.zeros(offset + nbytes + 64, dtype=np.uint8)
+    copied = native.Native(0.0)
+    copied.copy(memory[offset:offset + nbytes], SOURCE[shift:shift + nbytes], length, count, length + gap)
+    assert not memory[:offset].any() and not memory[offset + nbytes:].any()
+    assert np.array_equal(memory[offset:offset + nbytes], np.where(inside, SOURCE[shift:shift + nbytes], 0))
+
+
+def test_many_threads_share_the_one_that_helps(part: native.Native) -> None:
+    nbytes = 3 << 20
+    wrong: list[int] = []
+
+    def copy_often(shift: int) -> None:
+        memory = np.empty(nbytes, dtype=np.uint8)
+        for _ in range(20):
+            memory[:] = 0
+            part.copy(memory, SOURCE[shift:shift + nbytes], nbytes, 1, 0)
+            if not np.array_equal(memory, SOURCE[shift:shift + nbytes]):
+                wrong.append(shift)
+
+    threads = [threading.Thread(target=copy_often, args=(shift,)) for shift in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_copies_go_on_without_the_thread(part: native.Native) -> None:
+    part.close()
+    part.close()
+    memory = np.zeros(len(SOURCE), dtype=np.uint8)
+    part.copy(memory, SOURCE, len(SOURCE), 1, 0)
+    assert np.array_equal(memory, SOURCE)
+
+
+@pytest.mark.parametrize(("length", "count", "stride"), [
+    (101, 1, 0), (10, 11, 10), (10, 2, 91), (10, 2, 9), (10, 2, 0), (-1, 1, 0), (10, -1, 10), (10, 2**62, 10),
+    (10, 2, 2**62), (2**62, 2, 2**62)])
+def test_parts_that_do_not_fit_are_refused(part: native.Native, length: int, count: int, stride: int) -> None:
+    memory = np.zeros(100, dtype=np.uint8)
+    with pytest.raises(ValueError, match="do not fit"):
+        part.copy(memory, SOURCE, length, count, stride)
+    assert not memory.any()
+
+
+# -- streams --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spin_us", [0.0, LONG_US])
+def test_what_is_there_is_received_and_all_of_it_when_asked(pair: Any, spin_us: float) -> None:
+    left, right = pair
+    hears, room = stream(right, spin_us), bytearray(10)
+    left.send(b"abc")
+    assert hears.receive(room, 0) == 3 and room[:3] == b"abc"
+    writer = threading.Thread(target=lambda: [left.send(b"defgh"), left.send(b"ijklm")])
+    writer.start()
+    assert hears.receive(room, socket.MSG_WAITALL) == 10 and room == b"defghijklm"
+    writer.join()
+    with pytest.raises(BlockingIOError):
+        hears.receive(room, socket.MSG_DONTWAIT)
+    left.send(b"end")
+    left.close()
+    assert hears.receive(room, socket.MSG_WAITALL) == 3
+    assert hears.receive(room, 0) == 0
+
+
+@pytest.mark.parametrize("spin_us", [0.0, LONG_US])
+def test_a_shutdown_wakes_whoever_waits(pair: Any, spin_us: float) -> None:
+    _, right = pair
+    heard: list[int] = []
+    waiter = threading.Thread(target=lambda: heard.append(stream(right, spin_us).receive(bytearray(1), 0)))
+    started_s = time.monotonic()
+    waiter.start()
+    right.shutdown(socket.SHUT_RDWR)
+    waiter.join(10)
+    assert heard == [0] and time.monotonic() - started_s < LONG_US / 1e6 / 2
+
+
+def test_the_kernels_patience_ends_a_wait(pair: Any) -> None:
+    left, right = pair
+    for sock in pair:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 10_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 10_000))
+    with pytest.raises(BlockingIOError):
+        stream(right, 50.0).receive(bytearray(1), 0)
+    with pytest.raises(BlockingIOError):
+        stream(left).exchange(b"head", bytes(8 << 20), bytearray(9), time.monotonic() + 60)
+
+
+def test_descriptors_come_along(pair: Any, tmp_path: Any) -> None:
+    left, right = pair
+    with open(tmp_path / "file", "w") as file:
+        left.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 3))])
+    came: list[int] = []
+    assert stream(right).receive(bytearray(9), socket.MSG_WAITALL, came) == 1
+    assert len(came) == 3 and all(os.path.samestat(os.fstat(fd), os.stat(tmp_path / "file")) for fd in came)
+    for fd in came:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 3 << 20])
+def test_an_exchange_sends_all_and_hears_the_answer(pair: Any, nbytes: int) -> None:
+    left, right = pair
+    heard = bytearray()
+
+    def answer() -> None:
+        while len(heard) < 4 + nbytes:
+            heard.extend(right.recv(1 << 20))
+        right.send(b"yes")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    room = bytearray(9)
+    assert stream(left, 100.0).exchange(b"head", SOURCE[:nbytes], room, time.monotonic() + 60) == 3
+    answering.join(10)
+    assert room[:3] == b"yes" and heard == b"head" + SOURCE[:nbytes].tobytes()
+
+
+def test_an_exchange_with_a_slow_reader_ends_at_its_deadline() -> None:
+    """A kernel that got something out by the end of its patience finds no fault with that."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as left:
+        right, _ = server.accept()
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+        started_s = time.monotonic()
+        with right, pytest.raises(BlockingIOError):
+            stream(left).exchange(b"head", bytes(64 << 20), bytearray(9), started_s + 0.05)
+        assert time.monotonic() - started_s < 2
+
+
+def test_an_exchange_hears_an_answer_by_its_deadline_or_not_at_all(pair: Any) -> None:
+    left, _ = pair
+    started_s = time.monotonic()
+    with pytest.raises(BlockingIOError):
+        stream(left, 50.0).exchange(b"head", b"", bytearray(9), started_s + 0.05)
+    assert 0.05 <= time.monotonic() - started_s < 2
+
+
+def test_an_exchange_with_nobody_fails(pair: Any) -> None:
+    left, right = pair
+    right.close()
+    with pytest.raises(OSError):
+        stream(left).exchange(b"head", SOURCE, bytearray(9), time.monotonic() + 60)
