@@ -235,15 +235,19 @@ class Core:
         marks: list[int] = []
         waiting: deque[Sequence[frames.Block]] = deque()
         try:
+            if len(blocks) <= size:
+                sums = [checksum(part.array) for part in parts] if visit.proofs else []
+                marks = self._stored(visit, visit.put_alone(call, list(blocks), parts, sums, wait_s=wait_s), blocks)
+                blocks = ()
             for start in range(0, len(blocks), size):
                 if len(waiting) == WINDOW:
-                    marks += self._stored(call, visit, waiting.popleft())
+                    marks += self._stored(visit, visit.line.receive(), waiting.popleft())
                 some, their = blocks[start:start + size], parts[start:start + size]
                 sums = [checksum(part.array) for part in their] if visit.proofs else []
                 visit.put(call, list(some), their, sums, wait_s=wait_s)
                 waiting.append(some)
             while waiting:
-                marks += self._stored(call, visit, waiting.popleft())
+                marks += self._stored(visit, visit.line.receive(), waiting.popleft())
         except BaseException as error:
             self._doors.drop(call, visit)
             raise self._seen(call, error, [mark == frames.Mark.YES for mark in marks]) from error
@@ -259,8 +263,8 @@ class Core:
             self._doors.give_back(call, visit)
         return self._doors.take(call, seat, BYTES)
 
-    def _stored(self, call: Call, visit: Visit, blocks: Sequence[frames.Block]) -> list[int]:
-        marks = self._marks_of(visit, visit.line.receive())
+    def _stored(self, visit: Visit, reply: object, blocks: Sequence[frames.Block]) -> list[int]:
+        marks = self._marks_of(visit, reply)
         for block, mark in zip(blocks, marks, strict=True):
             if mark != frames.Mark.ORPHAN:
                 self._map.learn(BlockKey(block.key), visit.seat.worker)

@@ -17,7 +17,7 @@ from shared.store.client_memory import Part
 from shared.store.door_line import Closed, Late, Line
 from shared.transfer.addresses import host_clock_s, split_address
 from shared.transfer.native import Native
-from shared.transfer.segment import MappedSegment
+from shared.transfer.segment import MappedSegment, Segment
 from shared.transfer.shm import connect_unix
 from shared.transfer.tcp import LOCAL_QUEUE_BYTES
 from shared.transfer.wire import keep_alive
@@ -93,18 +93,34 @@ class Visit:
     def put(self, call: Call, blocks: list[frames.Block], parts: Sequence[Part], checksums: list[int], *,
             wait_s: float) -> None:
         """Sends a PUT: where the values lie if the worker can see them, else the values."""
+        body, fresh = self._describe(call, blocks, parts, checksums, wait_s)
+        self._send(call, body, parts, fresh)
+
+    def put_alone(self, call: Call, blocks: list[frames.Block], parts: Sequence[Part], checksums: list[int], *,
+                  wait_s: float) -> object:
+        """Sends a PUT and hears its answer, when no other is under way."""
+        body, fresh = self._describe(call, blocks, parts, checksums, wait_s)
+        if body.sources and not fresh:
+            return self.exchange(call, body)
+        self._send(call, body, parts, fresh)
+        return self.line.receive()
+
+    def _send(self, call: Call, body: frames.Put, parts: Sequence[Part], fresh: list[Segment]) -> None:
+        self.ask(call, body, [] if body.sources else [part.array.data for part in parts],
+                 [segment.fd for segment in fresh])
+        self.attached.update(segment.serial for segment in fresh)
+
+    def _describe(self, call: Call, blocks: list[frames.Block], parts: Sequence[Part], checksums: list[int],
+                  wait_s: float) -> tuple[frames.Put, list[Segment]]:
+        """A PUT, and the memory whose descriptors the worker does not have yet."""
         millis, wait_ms = max(1, int(call.left_s() * 1e3)), int(wait_s * 1e3)
         segments = [part.segment for part in parts if part.segment is not None]
-        if self.local and len(segments) == len(parts):
-            fresh = {segment.serial: segment for segment in segments if segment.serial not in self.attached}
-            sources = [frames.Source(segment.serial, part.offset)
-                       for segment, part in zip(segments, parts, strict=True)]
-            self.ask(call, frames.Put(blocks, sources, list(fresh), checksums, wait_ms, millis, call.deadline_s,
-                                      self.tell_done()), descriptors=[segment.fd for segment in fresh.values()])
-            self.attached.update(fresh)
-        else:
-            self.ask(call, frames.Put(blocks, [], [], checksums, wait_ms, millis, 0.0),
-                     [part.array.data for part in parts])
+        if not self.local or len(segments) < len(parts):
+            return frames.Put(blocks, [], [], checksums, wait_ms, millis, 0.0), []
+        fresh = {segment.serial: segment for segment in segments if segment.serial not in self.attached}
+        sources = [frames.Source(segment.serial, part.offset) for segment, part in zip(segments, parts, strict=True)]
+        return frames.Put(blocks, sources, list(fresh), checksums, wait_ms, millis, call.deadline_s,
+                          self.tell_done()), list(fresh.values())
 
 
 FindDoor = Callable[[Seat, float, bool], DoorOpened]
