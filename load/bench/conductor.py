@@ -41,14 +41,13 @@ from shared.messages import (
     StoredBlock,
     SyncEvents,
 )
+from shared.store.events import PAGE_BLOCKS
 
 PROMPT_TOKENS = 131_072
 BLOCK_TOKENS = 512
 CHAIN_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 BATCH_BLOCKS = 256
 """Blocks of an event."""
-PAGE_BLOCKS = 8192
-"""Blocks of a page of a snapshot: what owners send."""
 _IN_FLIGHT = 400
 _RATE = 40.0
 """Requests a second, of the clock that the machine sees."""
@@ -96,10 +95,11 @@ UNITS = {
     "decision/p50": "µs", "decision/p99": "µs", "decision/p50, wall": "µs", "decision/p99, wall": "µs",
     "decision/rest": "µs", "ingest/events": "blocks/s", "ingest/events of 16": "blocks/s",
     "ingest/evicted": "blocks/s", "ingest/decoded": "blocks/s", "resync/total": "s", "resync/decoded": "s",
-    "resync/pause": "ms", "resync/decision p99": "µs", "memory/block": "B", "memory/block, big": "B",
+    "resync/pause": "ms", "resync/pause, p99": "ms", "resync/decision p99": "µs", "memory/block": "B",
+    "memory/block, big": "B",
 }
-"""{figure: its unit}. ``rest``: all other events of a request; ``decoded``: with the message's decoding; ``pause``: the
-longest time one event took."""
+"""{figure: its unit}. ``rest``: all other events of a request; ``ingest/decoded``: with the message's decoding;
+``resync/decoded``: that decoding's part; ``pause``: the longest time one event took (Python's dictionary doubling)."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -409,7 +409,8 @@ def resync(options: ConductorOptions) -> dict[str, float]:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(SnapshotPage)
     keys = [key for chain in chains for key in chain]
     pages = -(-len(keys) // PAGE_BLOCKS)
-    total_s = decoding_s = pause_s = 0.0
+    total_s = decoding_s = 0.0
+    pauses_s: list[float] = []
     for turn in range(2):
         town.seqs[owner] += 10  # lost
         town.beat(owner)
@@ -428,16 +429,19 @@ def resync(options: ConductorOptions) -> dict[str, float]:
             cpu_s = time.thread_time()
             asked = list(town.machine.handle(Answered(asked[-1].tag, reply), now=town.now))  # type: ignore[arg-type]
             took_s = time.thread_time() - cpu_s
-            total_s, pause_s = total_s + took_s, max(pause_s, took_s)
+            total_s += took_s
+            pauses_s.append(took_s)
             asks.step()
         while not town.machine._index.is_tidy:
             town.now += 0.002
             cpu_s = time.thread_time()
             town.machine.handle(Woke(), now=town.now)
             took_s = time.thread_time() - cpu_s
-            total_s, pause_s = total_s + took_s, max(pause_s, took_s)
+            total_s += took_s
+            pauses_s.append(took_s)
     assert town.machine._index.blocks_of(owner) == len(keys)
-    return {"resync/total": total_s + decoding_s, "resync/decoded": decoding_s, "resync/pause": pause_s * 1e3,
+    return {"resync/total": total_s + decoding_s, "resync/decoded": decoding_s, "resync/pause": max(pauses_s) * 1e3,
+            "resync/pause, p99": _share(pauses_s, 0.99) * 1e3,
             "resync/decision p99": _share(asks.cpu_s, 0.99) * 1e6}
 
 

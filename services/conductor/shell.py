@@ -196,6 +196,7 @@ class _Export:
         self._pairs: set[tuple[WorkerId, WorkerId]] = set()
         self._syncs: dict[tuple[WorkerId, str], int] = {}
         self._dropped_blocks = self._stale = self._mismatched = 0
+        self._refused: dict[str, int] = {}
 
     def placed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """Counts a placement."""
@@ -234,6 +235,9 @@ class _Export:
         metrics.CONDUCTOR_INDEX_BYTES.set(now.index_bytes)
         dropped = now.dropped_blocks - self._dropped_blocks
         metrics.CONDUCTOR_INDEX_DROPPED.inc(dropped)
+        for kind, count in now.refused.items():
+            metrics.CONDUCTOR_REFUSED.labels(kind=kind).inc(count - self._refused.get(kind, 0))
+        self._refused = dict(now.refused)
         metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="stale").inc(now.feed.dropped - self._stale)
         metrics.CONDUCTOR_KV_EVENTS_DROPPED.labels(why="spec").inc(now.mismatched_events - self._mismatched)
         self._dropped_blocks, self._stale = now.dropped_blocks, now.feed.dropped

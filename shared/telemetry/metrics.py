@@ -73,6 +73,9 @@ CONDUCTOR_PROMISED_BLOCKS = Gauge(
 CONDUCTOR_KV_EVENTS_DROPPED = Counter(
     "moonbus_conductor_kv_events_dropped_total",
     "Batches not applied, by why (stale: repeated, of an earlier life or too early by far; spec: another cache spec).", ["why"])
+CONDUCTOR_REFUSED = Counter(
+    "moonbus_conductor_refused_reports_total",
+    "Loads and observed times that cannot be true (negative, no number), by kind.", ["kind"])
 CONDUCTOR_IN_FLIGHT = Gauge("moonbus_conductor_in_flight_requests", "Requests placed and not over.")
 CONDUCTOR_ESTIMATE_ERROR = Gauge(
     "moonbus_conductor_estimate_relative_error",

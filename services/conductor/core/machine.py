@@ -135,6 +135,8 @@ class Statistics:
     """Requests in flight."""
     mismatched_events: int
     """KV events of another cache spec than their worker's."""
+    refused: Mapping[str, int]
+    """{kind: loads and observed times that cannot be true}"""
     feed: FeedStatistics
     syncs: Mapping[tuple[WorkerId, str], int]
     """{(worker, why): questions asked of its present life}"""
@@ -269,7 +271,8 @@ class Conductor:
             workers=workers, blocks={worker: self._index.blocks_of(worker) for worker in self._cluster.workers},
             dropped_blocks=self._index.dropped_blocks, index_bytes=self._index.nbytes,
             promised_blocks=len(self._promises), jobs=len(self._cluster.jobs),
-            mismatched_events=self._mismatched_events, feed=self._feed.statistics, syncs=dict(self._syncs),
+            mismatched_events=self._mismatched_events, refused=dict(self._cluster.refused),
+            feed=self._feed.statistics, syncs=dict(self._syncs),
             errors={(worker.id, model): error for worker in self._cluster.workers.values()
                     for model, error in worker.costs.errors().items()})
 

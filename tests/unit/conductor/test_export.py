@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 from services.conductor.shell import _Export
 from shared.ids import WorkerId
 from shared.messages import Bye
-from tests.unit.conductor.builders import hello, life_of, stage
+from tests.unit.conductor.builders import chain, hello, life_of, load, stage, stored
 
 P1, D1, D2 = WorkerId("p1"), WorkerId("d1"), WorkerId("d2")
 
@@ -30,3 +30,14 @@ def test_placements_on_workers_that_are_gone_are_not_shown_for_ever() -> None:
     play >> Bye(worker=P1, incarnation=life_of("p1"))
     export.update(play.machine.statistics())  # type: ignore[attr-defined]
     assert placements() == {}
+
+
+def test_what_is_refused_and_what_does_not_fit_is_counted_once() -> None:
+    play = stage(hello("p1"), hello("d1", "decode"), max_blocks=3)
+    export = _Export()
+    play >> stored("p1", 1, chain("doc", 5)) >> load("p1", kv_seq=1, queued=-1)
+    before = REGISTRY.get_sample_value("moonbus_conductor_refused_reports_total", {"kind": "load"}) or 0.0
+    assert export.update(play.machine.statistics()) == 2  # type: ignore[attr-defined]
+    assert export.update(play.machine.statistics()) == 0  # type: ignore[attr-defined]
+    assert REGISTRY.get_sample_value("moonbus_conductor_refused_reports_total", {"kind": "load"}) == before + 1
+    assert (REGISTRY.get_sample_value("moonbus_conductor_index_bytes") or 0) > 0

@@ -46,7 +46,7 @@ def test_what_the_ring_has_not_is_answered_with_a_snapshot(asked: Since) -> None
 
 
 def test_an_answer_is_bounded_in_blocks_not_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "PAGE_BLOCKS", 10)
+    monkeypatch.setattr(events_module, "EVENT_BLOCKS", 10)
     log = log_of([block(1)], kept=100)
     for _ in range(3):
         log.stored([block(n) for n in range(8)], at_s=0.0)
