@@ -154,8 +154,7 @@ def hot(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int, b
                       f"{row.hits * row.tokens:,}", _age(row.last_used_at_s), _joined(row.workers))
     console.print(table)
     if ranked:
-        console.print(f"moonbus kv lineage {_short(ranked[0].key)} shows the first one's chain, --html FILE draws all",
-                      style="dim", highlight=False, soft_wrap=True)
+        console.print("moonbus kv lineage KEY shows a chain, --html FILE draws them all", style="dim", highlight=False)
 
 
 def evictions(nats_url: str | None, data_dir: str | None, json: bool, *, since: str, limit: int, worker: str,
