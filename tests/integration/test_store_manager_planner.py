@@ -98,7 +98,9 @@ def holds_all(holder: Holder, blocks: list[StoredBlock]) -> bool:
     return all(holder.agent.holds(block.key) for block in blocks)
 
 
-async def test_a_hot_prefix_is_copied_and_the_bytes_are_right(nats_url: str, nats_bus: NatsBus) -> None:
+async def test_a_hot_prefix_is_copied_and_the_bytes_are_right(
+    nats_url: str, nats_bus: NatsBus, capsys: pytest.CaptureFixture[str],
+) -> None:
     hot, cold = make_chain("hot", 6, tenant="acme"), make_chain("cold", 6, tenant="acme")
     async with open_worker(nats_url, "w1") as one, open_worker(nats_url, "w2") as two, planner(nats_url):
         one.put(hot)
@@ -115,6 +117,9 @@ async def test_a_hot_prefix_is_copied_and_the_bytes_are_right(nats_url: str, nat
         assert (reply.hot[0].blocks, reply.leader, reply.blocks, reply.copies) == (6, "m1", 12, 18)
         assert {row.worker: row.made for row in reply.workers} == {"w1": 0, "w2": 6}
         assert reply.decisions[0].what == "replicate"
+        await asyncio.to_thread(cli_store.replicas, nats_url, None, limit=5, hot=False)
+        shown_text = capsys.readouterr().out
+        assert hot[-1].key.hex()[:8] in shown_text and "Latest decisions of m1; m1 leads" in shown_text
 
 
 async def test_a_drain_empties_a_worker_and_says_so(
