@@ -321,7 +321,8 @@ class StoreAgent:
         if self.ssd is not None:
             count -= self.ssd.evict_tenant(tenant, count, "quota")
         if count > 0:
-            self.announce_evicted(self.pool.evict_tenant(tenant, count, now=self._clock.monotonic()), "quota")
+            gone = self.pool.evict_tenant(tenant, count, now=self._clock.monotonic())
+            self.announce_evicted([key for key, _ in gone], "quota")
 
     # --- between the tiers -------------------------------------------------------------------------------------
 
@@ -349,7 +350,7 @@ class StoreAgent:
             reading.add_done_callback(
                 lambda task: None if task.cancelled() else self._landed(landing, task.result()))
             raise
-        self.pin(operation, keys[:came.blocks])
+        self.pin(operation, keys[:came.blocks], use=False)
         if came.settled is None:  # a slot whose block got a twin meanwhile was not used either, and stays
             self.pool.move(places[came.blocks:], landing, operation)
             spare = places[came.blocks:] + spare
@@ -367,7 +368,7 @@ class StoreAgent:
             if block.depth == 0:
                 break
             key = block.parent
-        self.pin(operation, [key])
+        self.pin(operation, [key], use=False)
         missing.reverse()
         slots = self.allocate(operation, len(missing))
         if slots is None:
@@ -471,7 +472,7 @@ class StoreAgent:
                 usable = came.arrived if unbroken else 0
                 for slot, block in zip(place[:usable], part.blocks, strict=False):
                     self.seal(landing, slot, block)
-                self.pin(operation, [block.key for block in part.blocks[:usable]])
+                self.pin(operation, [block.key for block in part.blocks[:usable]], use=False)
                 if came.quiet:
                     # A slot whose block got a twin meanwhile was not used either, and stays with the landing.
                     self.pool.move(place[usable:], landing, operation)
