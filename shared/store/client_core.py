@@ -206,15 +206,15 @@ class Core:
 
     def _put_somewhere(self, call: Call, seats: Sequence[Seat], blocks: Sequence[frames.Block],
                        parts: Sequence[Part]) -> list[int]:
-        """First where there is room at once, then at the best place, waiting for it."""
-        full: StoreFull | None = None
+        """First where there is room at once, then at the best place that is merely full, waiting for it."""
+        full: tuple[Seat, StoreFull] | None = None
         gone: Exception | None = None
         for seat in seats:
             try:
                 return self._put_at(call, seat, blocks, parts, wait_s=0.0)
             except StoreFull as error:
-                full = full or error
-            except (Gone, NoStore, EntryRefused, StoreTimeout) as error:
+                full = full or (seat, error)
+            except (Gone, NoStore, EntryRefused, StoreDraining, StoreTimeout) as error:
                 self._check(call, ())
                 gone = error
             except Late:
@@ -222,11 +222,11 @@ class Core:
         if full is None:
             raise gone if isinstance(gone, StoreError) else NoStore(f"the value was not stored: {gone}")
         try:
-            return self._put_at(call, seats[0], blocks, parts, wait_s=0.8 * call.left_s())
+            return self._put_at(call, full[0], blocks, parts, wait_s=0.8 * call.left_s())
         except Gone as error:
             raise NoStore(f"the value was not stored: {error}") from error
         except Late:
-            raise full from None
+            raise full[1] from None
 
     def _put_at(self, call: Call, seat: Seat, blocks: Sequence[frames.Block], parts: Sequence[Part], *,
                 wait_s: float) -> list[int]:
@@ -305,10 +305,7 @@ class Core:
             raise frames.FrameError(f"{type(reply).__name__} is no answer to GET")
         hits = [part for part, slot in zip(parts, reply.slots, strict=True) if slot != frames.MISSING]
         if visit.memory is not None:
-            nbytes, memory = self._nbytes, visit.memory.array
-            for part, slot in zip(parts, reply.slots, strict=True):
-                if slot != frames.MISSING:
-                    self._copy(part.array, memory[slot * nbytes:(slot + 1) * nbytes], nbytes, 1, 0)
+            self._copy_all(parts, reply.slots, visit.memory.array)
             # In this order: its owner ends the stream before it takes a loan back.
             if host_clock_s() > reply.until_s or visit.line.hung_up():
                 raise Closed
@@ -322,6 +319,20 @@ class Core:
                     raise CorruptValue(f"a value of {self._nbytes} bytes from worker {visit.seat.worker} arrived with "
                                        "other bytes than were sent")
         return [slot != frames.MISSING for slot in reply.slots]
+
+    def _copy_all(self, parts: Sequence[Part], slots: Sequence[int], memory: Bytes) -> None:
+        """What was found, out of its owner's ``memory``; values that follow each other here and there at once."""
+        nbytes, i = self._nbytes, 0
+        while i < len(slots):
+            part, slot, count = parts[i], slots[i], 1
+            i += 1
+            if slot == frames.MISSING:
+                continue
+            while i < len(slots) and slots[i] == slot + count and part.segment is not None and (
+                    parts[i].segment is part.segment and parts[i].offset == part.offset + count * nbytes):
+                i, count = i + 1, count + 1
+            to = part.array if part.segment is None else part.segment.array[part.offset:part.offset + count * nbytes]
+            self._copy(to, memory[slot * nbytes:(slot + count) * nbytes], count * nbytes, 1, 0)
 
     # -- one question -------------------------------------------------------------------------------------------
 
@@ -390,6 +401,6 @@ class Hold:
 
 
 def _refusal(visit: Visit, denied: frames.Denied) -> StoreError:
-    kind: type[StoreError] = {"full": StoreFull, "checksum": CorruptValue, "late": StoreTimeout}.get(
+    kind: type[StoreError] = {"full": StoreFull, "draining": StoreDraining, "checksum": CorruptValue, "late": StoreTimeout}.get(
         denied.code, StoreError)
     return kind(f"worker {visit.seat.worker} refuses: {denied.why}")

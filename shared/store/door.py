@@ -22,7 +22,7 @@ import socket
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hmac import compare_digest
@@ -462,7 +462,7 @@ class Door:
                 self._give_back(visit, slots)
                 return None if ask.wait_ms else self._no_room(ask)
             slots += more
-        return self._fill(visit, ask, slots)
+        return self._fill(visit, ask, sorted(slots))
 
     def _fill(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Reply:
         """Copies into private ``slots`` and makes them visible."""
@@ -479,8 +479,10 @@ class Door:
         return self._seal(visit, ask, slots)
 
     def _no_room(self, ask: frames.Put) -> frames.Denied:
+        if self._agent.is_retired:
+            return self._denied("put", "draining", "it is being drained and takes no values any more")
         return self._denied("put", "full", f"no room for {len(ask.blocks)} values of {self._block_bytes} bytes within "
-                                           f"{ask.wait_ms} ms: all it has is in use, or it is being drained")
+                                           f"{ask.wait_ms} ms: all it has is in use")
 
     def _answer(self, visit: _Visit, body: frames.Reply) -> None:
         """From the loop, whoever reads the connection; whoever does not read its answers loses it."""
@@ -539,11 +541,12 @@ class Door:
             self._tell(self._commit, visit, ask, slots)
 
     def _copy(self, visit: _Visit, ask: frames.Put, slots: Sequence[int]) -> tuple[str, str] | None:
-        """Fills private ``slots``; code and reason when what is there now cannot be believed. Thread or loop."""
-        for i, slot in enumerate(slots):
-            if ask.sources:
-                self._segment.write(slot * self._block_bytes, self._source(visit, ask.sources[i]))
-            else:
+        """Fills private ``slots``, in order; code and reason when what is there cannot be believed. Thread or loop."""
+        if ask.sources:
+            for first, count in _runs(slots, ask.sources, self._block_bytes):
+                self._segment.write(slots[first] * self._block_bytes, self._source(visit, ask.sources[first], count))
+        else:
+            for slot in slots:
                 visit.line.receive_into(self._bytes(slot).data)
         wrong = [i for i, sum in enumerate(ask.checksums) if checksum(self._bytes(slots[i])) != sum]
         if wrong:
@@ -579,7 +582,7 @@ class Door:
                 self._tell(self._give_back, visit, slots)
                 return None
             slots += more
-        return slots
+        return sorted(slots)  # what lies together here and there is one copy
 
     def _attach(self, visit: _Visit, serials: Sequence[int]) -> None:
         for serial in serials:
@@ -590,12 +593,12 @@ class Door:
             except (OSError, ValueError, OverflowError) as error:
                 raise frames.FrameError(f"memory {serial} cannot be mapped: {error}") from error
 
-    def _source(self, visit: _Visit, source: frames.Source) -> Any:
-        mapped = visit.sources.get(source.serial)
-        if mapped is None or source.offset + self._block_bytes > len(mapped.array):
-            raise frames.FrameError(f"{self._block_bytes} bytes at {source.offset} of memory {source.serial} "
-                                    "were not handed over")
-        return mapped.array[source.offset:source.offset + self._block_bytes]
+    def _source(self, visit: _Visit, source: frames.Source, count: int) -> Any:
+        """So many values, one behind the other."""
+        mapped, nbytes = visit.sources.get(source.serial), count * self._block_bytes
+        if mapped is None or source.offset + nbytes > len(mapped.array):
+            raise frames.FrameError(f"{nbytes} bytes at {source.offset} of memory {source.serial} were not handed over")
+        return mapped.array[source.offset:source.offset + nbytes]
 
     def _drain(self, line: Line, nbytes: int) -> None:
         scratch = memoryview(bytearray(min(nbytes, _DRAIN_BYTES)))
@@ -662,11 +665,14 @@ class Door:
         self._answer(visit, self._seal(visit, ask, slots))
         self._follow_up(visit)
 
-    def _seal(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Marks:
+    def _seal(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Marks | frames.Denied:
         """Values that are complete become visible, unless they, or others under their keys, are so already.
 
         Once that is answered, :meth:`_follow_up` does the rest.
         """
+        if self._agent.is_retired:  # meanwhile: what it stored now, it would drop at once
+            self._give_back(visit, slots)
+            return self._no_room(ask)
         pool, enter = self._agent.pool, visit.enter
         assert enter is not None
         operation, now = self._operation(visit), self._clock.monotonic()
@@ -818,6 +824,17 @@ def _pop(stock: deque[int], most: int) -> list[int]:
     except IndexError:
         pass
     return slots
+
+
+def _runs(slots: Sequence[int], sources: Sequence[frames.Source], nbytes: int) -> Iterator[tuple[int, int]]:
+    """First index and length of each stretch of values that follow each other both here and there."""
+    first = 0
+    for i in range(1, len(slots) + 1):
+        if i < len(slots) and slots[i] == slots[i - 1] + 1 and sources[i].serial == sources[i - 1].serial and (
+                sources[i].offset == sources[i - 1].offset + nbytes):
+            continue
+        yield first, i - first
+        first = i
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
