@@ -30,6 +30,7 @@ class _Board:
         self._cells_of = cells_of
         self._versions: list[int] = []
         self._cells = np.empty((0, 0))
+        self._rows: tuple[Column, ...] = ()
         self.taught_s: Column = np.empty(0)
         """When each pace was learnt."""
         self.first_taught_s = 0.0
@@ -46,7 +47,8 @@ class _Board:
             self._cells[:, places] = np.array([cells_of(workers[place]) for place in places]).T
         else:
             self._cells = np.array([cells_of(worker) for worker in workers]).T.copy()
-            self.taught_s = self._cells[-1]
+            self._rows = tuple(self._cells)
+            self.taught_s = self._rows[-1]
         self._versions = versions
         self.first_taught_s = float(self.taught_s.min())
         return True
@@ -64,12 +66,12 @@ class PrefillBoard(_Board):
         """See :meth:`_Board.refresh`."""
         is_new = super().refresh()
         if is_new:
-            self._is_explained = not self._cells[3].any()
+            self._is_explained = not self._rows[3].any()
         return is_new
 
     def queue_s(self, now: float) -> Column:
         """As ``Worker.queue_s``."""
-        behind_s, first_end_s, first_least_s, unexplained_end_s = self._cells[:4]
+        behind_s, first_end_s, first_least_s, unexplained_end_s = self._rows[:4]
         queue_s: Column = behind_s + np.maximum(first_end_s - now, first_least_s)
         if not self._is_explained:
             queue_s += np.maximum(unexplained_end_s - now, 0.0)
@@ -77,13 +79,13 @@ class PrefillBoard(_Board):
 
     def prefill_s(self, num_tokens: int, hit_tokens: Column, *, costs: Costs | None = None) -> Column:
         """As ``Costs.prefill_s``, by each one's own costs unless some are given."""
-        fixed_s, token_s, square_s = self._cells[4:7] if costs is None else costs.prefill
+        fixed_s, token_s, square_s = self._rows[4:7] if costs is None else costs.prefill
         prefill_s: Column = fixed_s + (num_tokens - hit_tokens) * (token_s + square_s * (num_tokens + hit_tokens))
         return prefill_s
 
     def pull_s(self, nbytes: Column) -> Column:
         """At least what pulling so many bytes takes: behind what the receiver is pulling, over its better link."""
-        fixed_s, byte_s = self._cells[7:9]
+        fixed_s, byte_s = self._rows[7:9]
         pull_s: Column = fixed_s + byte_s * nbytes
         return pull_s
 
@@ -97,25 +99,25 @@ class DecodeBoard(_Board):
     @property
     def batch(self) -> Column:
         """Requests decoding or on their way."""
-        batch: Column = self._cells[0]
+        batch: Column = self._rows[0]
         return batch
 
     @property
     def free_blocks(self) -> Column:
         """As ``Worker.free_blocks``."""
-        free_blocks: Column = self._cells[2]
+        free_blocks: Column = self._rows[2]
         return free_blocks
 
     @property
     def max_running(self) -> Column:
         """Requests of a full batch."""
-        max_running: Column = self._cells[3]
+        max_running: Column = self._rows[3]
         return max_running
 
     def step_s(self, num_tokens: int, *, costs: Costs | None = None) -> Column:
         """A step with one more request of so many tokens, those on their way counted in; by own costs or by these."""
-        batch, context_tokens, _, max_running = self._cells[:4]
-        fixed_s, request_s, token_s = self._cells[4:7] if costs is None else costs.decode
+        batch, context_tokens, _, max_running = self._rows[:4]
+        fixed_s, request_s, token_s = self._rows[4:7] if costs is None else costs.decode
         step_s: Column = (fixed_s + request_s * np.minimum(batch + 1.0, max_running)
                           + token_s * (context_tokens + num_tokens))
         return step_s

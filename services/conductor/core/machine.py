@@ -201,6 +201,8 @@ class Conductor:
                     self._pools.clear()
                 effects = self._changes(self._membership.load(event, now=now), now)
                 self._cluster.load(event, now)
+                if (worker := self._cluster.workers.get(event.worker)) is not None and worker.spec in self._pools:
+                    self._pools[worker.spec].usable.refresh()
                 actions = self._feed.heartbeat(event.worker, event.incarnation, event.kv_seq, now)
                 return [*effects, *self._act(actions, now)]
             case Hello():

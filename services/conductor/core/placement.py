@@ -64,6 +64,12 @@ class Usable:
         """The numbers of ``decode``."""
         return DecodeBoard(self.decode)
 
+    def refresh(self) -> None:
+        """Brings the boards that were ever asked for up to date, so that the next question finds them ready."""
+        for board in ("prefill_board", "decode_board"):
+            if board in self.__dict__:
+                self.__dict__[board].refresh()
+
     def without(self, exclude: Collection[WorkerId]) -> Usable:
         """The others."""
         if not exclude:
