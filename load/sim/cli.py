@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
@@ -160,7 +161,7 @@ def compare_command(
             results: dict[str, Result] = {}
             for name in names:
                 with _progress(f"{read.name} {rate:g}x {name}") as bar:
-                    results[name] = simulate(read, changed(base, policy=name, rate_scale=rate), progress=bar)
+                    results[name] = simulate(read, replace(base, policy=name, rate_scale=rate), progress=bar)
             columns[f"{label(read.name)} {rate:g}x"] = results
             page.tables.append(_summary_table(results, title=f"{label(read.name)} at {rate:g}x"))
             page.figures[f"{read.name}-{rate:g}"] = (f"{label(read.name)} at {rate:g}x", figures.distributions(results))
@@ -199,7 +200,7 @@ def knee_command(
     found: dict[str, list[float | None]] = {name: [] for name in names}
     for read in reads:
         for name in names:
-            knee = find_knee(read, changed(base, policy=name), good_share=good, tell=console.print)
+            knee = find_knee(read, replace(base, policy=name), good_share=good, tell=console.print)
             found[name].append(knee.rate_scale)
             rows.append((label(read.name), _what(knee.result.options), f"{knee.rate_scale:.2f}",
                          f"{knee.result.summary.slo_share:.1%}", f"{knee.result.summary.ttft_s.mean:.2f}",
@@ -274,11 +275,6 @@ def run_data(result: Result) -> dict[str, Any]:
     options = {name: value for name, value in vars(result.options).items() if name != "faults"}
     options["faults"] = [vars(fault) for fault in result.options.faults]
     return {**msgspec.to_builtins(result.summary), "trace": result.trace, "options": options}
-
-
-def changed(options: RunOptions, **changes: Any) -> RunOptions:
-    """``options`` with some of them changed."""
-    return RunOptions(**{**vars(options), **changes})
 
 
 def _what(options: RunOptions) -> str:

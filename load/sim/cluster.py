@@ -31,7 +31,6 @@ from shared.ids import ConductorId, GatewayId, HostId, Incarnation, WorkerId
 from shared.messages import (
     Endpoint,
     Hello,
-    KvEvent,
     Placed,
     Placement,
     PlaceRequest,
@@ -75,9 +74,11 @@ class ClusterOptions:
     seed: int = 0
     asks_slo: bool = False
     """Whether requests bring their bounds, so that they can be turned away."""
+    rechecks: bool = False
+    """Whether a decode node looks at its own step once more when the KV is there, and may turn the request away."""
 
 
-class _Names:
+class Names:
     """Where effects of conductors go."""
 
     rollcall = "rollcall"
@@ -172,7 +173,7 @@ class Cluster:
             cache = NodeCache(worker, incarnation, self._digest, dram_blocks=capacity,
                               ssd_blocks=options.ssd_tokens * scale // options.block_tokens,
                               block_bytes=self._spec.block_bytes, block_tokens=options.block_tokens,
-                              announce=self._announce)
+                              announce=self._tell)
             self.prefill[name] = PrefillNode(place, self.loop, self._network, profile, cache, options.discipline, self)
         else:
             self.decode[name] = DecodeNode(place, self.loop, profile, self._finished)
@@ -212,12 +213,12 @@ class Cluster:
 
     def _conductor(self, number: int, log: Callable[[float, Any, Any], None] | None) -> VirtualDriver:
         options = self.options
-        conductor = ConductorId(f"conductor-{number + 1}")
+        conductor = _conductor_id(number)
         beat_s = options.heartbeat_s
         policy = Policy(suspect_after_s=2.5 * beat_s, dead_after_s=6 * beat_s,
                         max_queue_s=1e9 if not options.asks_slo else 60.0, candidates=8)
         seed = options.seed * 1000 + number
-        machine = Conductor(conductor, _Names(), policy, seed=seed, placer=make_policy(
+        machine = Conductor(conductor, Names(), policy, seed=seed, placer=make_policy(
             options.policy, options.admission, conductor, policy, seed=seed))
         return VirtualDriver(machine, self.loop, delay_s=self._delay_s, publish=self._published, answer=self._answer,
                              log=log)
@@ -229,8 +230,8 @@ class Cluster:
                     if name in self.prefill or name in self.decode:
                         self._tell(hello)
             case Placed():
-                for driver in self.drivers:
-                    if driver.machine.id != message.placement.conductor:  # type: ignore[attr-defined]
+                for number, driver in enumerate(self.drivers):
+                    if _conductor_id(number) != message.placement.conductor:
                         self.loop.after(self._delay_s, driver.feed, message)
 
     def _answer(self, address: tuple[str, WorkerId], message: Since) -> Any:
@@ -245,9 +246,6 @@ class Cluster:
         for driver in self.drivers:
             if not self.loss or self._rng.random() >= self.loss:
                 self.loop.after(self._delay_s, driver.feed, message)
-
-    def _announce(self, event: KvEvent) -> None:
-        self._tell(event)
 
     # The gateway
 
@@ -357,9 +355,8 @@ class Cluster:
         if node is None:
             return  # the gateway will notice
         now = self.loop.now
-        bound_s = self.outcomes.objective.tbt_s
-        if (self.options.asks_slo and self.options.policy != "moonbus" and job.first_s < 0 and job.output_tokens > 1
-                and node.predicted_step_s(job) > bound_s):
+        if (self.options.rechecks and job.first_s < 0 and job.output_tokens > 1
+                and node.predicted_step_s(job) > self.outcomes.objective.tbt_s):
             node.forget(job)
             self.outcomes.wasted_s += job.computed_s
             self._tell(node.life.progress(job, "failed"))
@@ -403,6 +400,10 @@ class Cluster:
     def _tell_done(self, done: RequestDone) -> None:
         for driver in self.drivers:
             self.loop.after(self._delay_s, driver.feed, done)
+
+
+def _conductor_id(number: int) -> ConductorId:
+    return ConductorId(f"conductor-{number + 1}")
 
 
 def check_possible(options: ClusterOptions) -> None:

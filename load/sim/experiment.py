@@ -192,7 +192,8 @@ def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) ->
         policy=options.policy, admission=options.admission, discipline=discipline_of(options, profile),
         nic_gbps=options.nic_gbps, dram_tokens=options.dram_tokens, ssd_tokens=options.ssd_tokens,
         pipeline=options.pipeline, conductors=options.conductors, message_delay_s=options.message_delay_s,
-        seed=options.seed, asks_slo=options.admission != "none")
+        seed=options.seed, asks_slo=options.admission != "none",
+        rechecks=options.admission != "none" and options.policy != OURS)
 
 
 def _cluster(loop: Loop, options: RunOptions, trace: Trace, profile: NodeProfile, outcomes: Outcomes,

@@ -87,7 +87,7 @@ def test_the_same_seed_decides_the_same_and_another_one_does_not(tmp_path: Path)
 
 
 async def test_the_recorded_events_lead_to_the_same_decisions_under_the_asyncio_driver(tmp_path: Path) -> None:
-    from load.sim.cluster import _Names
+    from load.sim.cluster import Names
     from services.conductor.core.policy import Policy
     from shared.bus.memory import MemoryBus
     from shared.clock import ManualClock
@@ -97,7 +97,7 @@ async def test_the_recorded_events_lead_to_the_same_decisions_under_the_asyncio_
     recorded: list[tuple[float, Any, Any]] = []
     simulate(busy(60), options(tmp_path), log=lambda now, event, effects: recorded.append((now, event, effects)))
     expected = [effect.message for _, _, effects in recorded for effect in effects if isinstance(effect, Reply)]
-    machine = Conductor(ConductorId("conductor-1"), _Names(), Policy(
+    machine = Conductor(ConductorId("conductor-1"), Names(), Policy(
         suspect_after_s=5.0, dead_after_s=12.0, max_queue_s=1e9, candidates=8), seed=0)
     clock, replies = ManualClock(), []
 

@@ -143,7 +143,7 @@ def test_steps_forget_and_still_know_the_rest() -> None:
 def test_decode_turns_away_what_its_own_look_finds_too_slow_and_the_prefill_is_wasted() -> None:
     jobs = [job(i, 0.0, 100, output=50) for i in range(4)]
     cluster = run(jobs, profile=quick(), objective=Objective(ttft_s=100.0, tbt_s=0.045), admission="baseline",
-                  asks_slo=True)
+                  asks_slo=True, rechecks=True)
     # a batch of 3 would step in 0.05 s
     assert cluster.outcomes.rejected == {"decode": 2} and cluster.outcomes.completed == 2
     assert cluster.outcomes.wasted_s == pytest.approx(0.2)
