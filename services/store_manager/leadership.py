@@ -74,8 +74,9 @@ class Leadership:
                                             timeout_s=self._pause_s)
 
     def _tell(self) -> None:
-        leads = self._lease.leads(self._clock.monotonic())
-        metrics.STORE_LEADS.set(leads)
+        now = self._clock.monotonic()
+        leads = self._lease.leads(now)
+        metrics.STORE_LEASE_SECONDS.set(self._lease.until_s - now if leads else 0.0)
         if leads != self._led:
             self._led = leads
             _log.info("leads" if leads else "follows", extra={"fields": {

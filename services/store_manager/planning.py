@@ -134,7 +134,7 @@ class _Exported:
         metrics.STORE_MAP_BYTES.set(now.nbytes)
         metrics.STORE_HOT_BLOCKS.set(now.hot)
         metrics.STORE_SUSPENDED_WORKERS.set(now.suspended)
-        metrics.STORE_COPIES_UNDER_WAY.set(now.under_way)
+        metrics.STORE_COPY_REQUESTS.set(now.under_way)
         metrics.STORE_UNSEEN_BLOCKS.inc(now.unseen - self._unseen)
         metrics.STORE_COPIED_BYTES.inc(now.nbytes_copied - self._nbytes)
         for (kind, outcome), blocks in now.outcomes.items():

@@ -179,10 +179,14 @@ class BlockPool:
         self._private += count
         return Allocation(slots, evicted)
 
-    def evict_tenant(self, tenant: str, count: int, *, now: float) -> list[BlockKey]:
+    def evict_tenant(self, tenant: str, count: int, *, now: float) -> list[tuple[BlockKey, int]]:
         """Evicts up to ``count`` of ``tenant``'s blocks, coldest leaves first; fewer when pins or others' blocks
-        that continue them keep the rest. Announce the returned keys as evicted."""
-        return self._evict(count, now=now, tenant=tenant)
+        that continue them keep the rest. Announce the returned keys as evicted; the slots they had are free."""
+        gone: list[tuple[BlockKey, int]] = []
+        while len(gone) < count and (key := self._take(now, tenant)) is not None:
+            gone.append((key, self._cached[key].slot))
+            self._forget(key)
+        return gone
 
     def coldest(self, count: int, *, now: float) -> list[StoredBlock]:
         """The up to ``count`` blocks that would go first if as many were evicted now, in that order.
@@ -356,9 +360,9 @@ class BlockPool:
             self._protected.add(key, cached.block.tenant, (cached.protected_until_s, -cached.block.depth))
         return self._protected.pop(tenant)
 
-    def _evict(self, count: int, *, now: float, tenant: str | None = None) -> list[BlockKey]:
+    def _evict(self, count: int, *, now: float) -> list[BlockKey]:
         evicted: list[BlockKey] = []
-        while len(evicted) < count and (key := self._take(now, tenant)) is not None:
+        while len(evicted) < count and (key := self._take(now)) is not None:
             self._forget(key)
             evicted.append(key)
         return evicted

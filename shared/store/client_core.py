@@ -20,6 +20,7 @@ from shared.store.client_errors import (
     ForeignSpec,
     MissingParent,
     NoStore,
+    StoreDraining,
     StoreError,
     StoreFull,
     StoreTimeout,
@@ -401,6 +402,6 @@ class Hold:
 
 
 def _refusal(visit: Visit, denied: frames.Denied) -> StoreError:
-    kind: type[StoreError] = {"full": StoreFull, "draining": StoreDraining, "checksum": CorruptValue, "late": StoreTimeout}.get(
-        denied.code, StoreError)
-    return kind(f"worker {visit.seat.worker} refuses: {denied.why}")
+    kinds: dict[str, type[StoreError]] = {
+        "full": StoreFull, "draining": StoreDraining, "checksum": CorruptValue, "late": StoreTimeout}
+    return kinds.get(denied.code, StoreError)(f"worker {visit.seat.worker} refuses: {denied.why}")

@@ -11,6 +11,7 @@
         ├── BadKey             key        a key that this spec cannot have
         ├── BatchTooLarge      batch      more keys than one call takes
         ├── StoreFull          full       back-pressure: everything the workers have is in use
+        ├── StoreDraining      draining   the workers that could take it are being emptied
         ├── MissingParent      parent     a block whose predecessor is not where it was put
         ├── StoreTimeout       deadline   not done by the call's deadline
         └── CorruptValue       checksum   other bytes arrived than were sent
@@ -71,6 +72,12 @@ class StoreFull(StoreError):
     """Back-pressure: everything the workers have is in use. Try again when something was released."""
 
     code = "full"
+
+
+class StoreDraining(StoreError):
+    """Every worker that could take it is being emptied; start another, or one of them anew."""
+
+    code = "draining"
 
 
 class MissingParent(StoreError):

@@ -200,7 +200,7 @@ class Marks(Body, frozen=True, tag=22):
 
 
 class Denied(Body, frozen=True, tag=23):
-    """Nothing of it was done: ``token spec full batch size late``."""
+    """Nothing of it was done: ``version token clock full draining checksum late``."""
 
     code: Name
     why: Annotated[str, Meta(max_length=1024)]

@@ -146,13 +146,14 @@ STORE_WRITE_FAILURES = Counter("moonbus_store_write_failures_total", "Batches th
 STORE_REPAIRED = Counter("moonbus_store_repaired_total",
                          "Copies that a comparison with their worker put right, by kind (missing, stale).", ["kind"])
 STORE_WRITE_SECONDS = Histogram("moonbus_store_write_seconds", "One batch into the database.", buckets=_LATENCY_S)
-STORE_LEADS = Gauge("moonbus_store_leads", "1 at the store-manager that leads: plans copies, compares inventories.")
+STORE_LEASE_SECONDS = Gauge(
+    "moonbus_store_lease_seconds", "How much longer this store-manager leads unless it renews its lease; 0 for one that does not lead.")
 STORE_MAP_BLOCKS = Gauge("moonbus_store_map_blocks", "Blocks in the replica map.")
-STORE_MAP_COPIES = Gauge("moonbus_store_map_copies", "Pairs of worker and block in the replica map.")
+STORE_MAP_COPIES = Gauge("moonbus_store_map_held_blocks", "Blocks in the replica map, once for each worker that holds them.")
 STORE_MAP_BYTES = Gauge("moonbus_store_map_bytes", "Memory the replica map takes, about.")
 STORE_UNSEEN_BLOCKS = Counter("moonbus_store_unseen_blocks_total", "Blocks that the full replica map did not take.")
 STORE_HOT_BLOCKS = Gauge("moonbus_store_hot_blocks", "Blocks used often lately.")
-STORE_COPIES_UNDER_WAY = Gauge("moonbus_store_copies_under_way", "Requests to copy that wait for their answer.")
+STORE_COPY_REQUESTS = Gauge("moonbus_store_copy_requests", "Requests to copy that wait for their answer.")
 STORE_COPIED_BYTES = Counter("moonbus_store_copied_bytes_total", "Bytes copied between workers at the leader's request.")
 STORE_ASKED_BLOCKS = Counter(
     "moonbus_store_asked_blocks_total",

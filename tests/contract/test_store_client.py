@@ -33,6 +33,7 @@ from shared.store.client_errors import (
     ForeignSpec,
     MissingParent,
     NoStore,
+    StoreDraining,
     StoreError,
     StoreFull,
     StoreTimeout,
@@ -380,6 +381,31 @@ async def test_a_full_pool_is_back_pressure(store: Any, owner: Owner) -> None:
     assert await store.get("a") is None
 
 
+async def test_a_drained_worker_refuses_values_and_another_takes_them(
+        store: Any, owner: Owner, nats_url: str, path: str, eventually: Eventually) -> None:
+    """What it accepted now, it would drop at once: an answer that promises nothing is worse than a refusal."""
+    refused = counted("put", "draining")
+    assert await store.put("a", value(1))
+    busy = OperationId("busy")
+    assert owner.agent.allocate(busy, 14) is not None
+    memory = store.buffer(4 * NBYTES)
+    parts = [memory[i * NBYTES:(i + 1) * NBYTES] for i in range(4)]
+    waiting = asyncio.create_task(store.batch_put([f"key {i}" for i in range(4)], parts, timeout_s=10.0))
+    await asyncio.wait([waiting], timeout=0.1)
+    assert not waiting.done()
+    owner.agent.retire()
+    owner.agent.release(busy)
+    with pytest.raises(StoreDraining, match="store-1 refuses: it is being drained"):
+        await waiting
+    with pytest.raises(StoreDraining):
+        await store.put("b", value(2))
+    assert counted("put", "draining") >= refused + 2
+    await eventually(lambda: owner.agent.pool.statistics().free == 16, "it keeps nothing, not even slots for the next")
+    async with open_owner(order(nats_url, SPEC, path=path, worker="store-2")) as other:
+        await eventually(lambda: _put(store))
+        assert len(list(other.agent.pool.blocks())) == 1
+
+
 async def test_clients_keep_at_most_half_of_the_pool(owner: Owner, nats_url: str) -> None:
     async with open_client("async", nats_url, SPEC) as store:
         for i in range(16):
@@ -519,7 +545,7 @@ async def test_an_owner_that_comes_back_has_nothing_and_takes_again(nats_url: st
 async def _put(store: Any) -> bool:
     try:
         return bool(await store.put("a", value(1), timeout_s=2.0))
-    except NoStore:
+    except (NoStore, StoreDraining):
         return False
 
 

@@ -398,7 +398,8 @@ class SsdTier:
     def evict_tenant(self, tenant: str, count: int, reason: str) -> int:
         """Evicts up to ``count`` of the tenant's blocks, coldest leaves first; how many went."""
         gone = self.pool.evict_tenant(tenant, count, now=self._clock.monotonic())
-        self._tell_evicted(gone, reason)
+        self._erase([slot for _, slot in gone])
+        self._tell_evicted([key for key, _ in gone], reason)
         return len(gone)
 
     # --- inside ------------------------------------------------------------------------------------------------

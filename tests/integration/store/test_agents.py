@@ -451,6 +451,19 @@ async def test_a_tenant_over_its_budget_loses_its_own_blocks(
         assert one.agent.pool.tenant_blocks("greedy") == 10
 
 
+async def test_what_went_from_the_disk_for_a_quota_stays_away(
+        nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    greedy, modest = make_chain("a", 6, tenant="greedy"), make_chain("b", 4, tenant="modest")
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
+        one.put(modest)
+        one.put(greedy)
+        await eventually(lambda: on_ssd(one, greedy) + on_ssd(one, modest) == 10)
+        one.agent.set_budgets({"greedy": 2 * SPEC.block_bytes})
+        assert on_ssd(one, greedy) == 0 and one.agent.pool.tenant_blocks("greedy") == 2
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
+        assert one.held == {(block.key, Tier.SSD) for block in modest}, "also before anybody told it of quotas"
+
+
 async def test_retired_it_drops_what_nobody_uses_and_the_rest_when_it_ends(
         nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
     a, b = make_chain("a", 4), make_chain("b", 3)

@@ -295,7 +295,10 @@ class PoolModel(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("ab"), count=st.integers(0, 5))
     def evict_tenant(self, tenant: str, count: int) -> None:
         self.now += 1
-        evicted = self.pool.evict_tenant(tenant, count, now=self.now)
+        slots = {key: self.pool.slot(key) for key in self.cached}
+        gone = self.pool.evict_tenant(tenant, count, now=self.now)
+        assert gone == [(key, slots[key]) for key, _ in gone]
+        evicted = [key for key, _ in gone]
         self.lose(evicted, tenant=tenant)
         assert len(evicted) == count or not [leaf for leaf in self.leaves() if self.cached[leaf].tenant == tenant]
 
