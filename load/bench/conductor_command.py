@@ -54,7 +54,7 @@ def bench_conductor(
 def _table(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
     for header in ("figure", "value", "goal", "", "plain index", "times better"):
-        table.add_column(header, justify="left" if header in ("figure", "") else "right")
+        table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
     for figure in report.figures:
         table.add_row(figure.name, f"{_number(figure.value)} {figure.unit}", figure.goal, _verdict(figure),
                       _number(figure.plain) if figure.plain is not None else "",

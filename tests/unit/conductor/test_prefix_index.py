@@ -285,7 +285,7 @@ class Owner:
                 self.blocks.get(number, set()).discard(tier)
             event = Evicted(worker=self.name, incarnation=self.incarnation, seq=self.seq, at_s=0.0, tier=tier,
                             keys=pack_keys(list(map(key, some))))
-        self.kept = [*self.kept, event][-8:]
+        self.kept = [*self.kept, event][-4:]
         return event
 
     def answer(self, since: Since) -> SyncReply:
@@ -300,7 +300,7 @@ class Owner:
                 _block(number, tier) for number, tiers in self.blocks.items() for tier in tiers]
         seq, blocks = self.snapshots[name]
         return SnapshotPage(worker=self.name, incarnation=self.incarnation, seq=seq, spec=SPEC.digest, snapshot=name,
-                            page=page, pages=max(-(-len(blocks) // 20), 1), blocks=blocks[page * 20:page * 20 + 20])
+                            page=page, pages=max(-(-len(blocks) // 8), 1), blocks=blocks[page * 8:page * 8 + 8])
 
 
 def _block(number: int, tier: Tier) -> StoredBlock:
@@ -351,7 +351,7 @@ class Town:
                 owner.restart()
                 self.greet(owner)
             case 10 | 11 if self.asked:
-                self.reply(self.asked.pop(rng.randrange(len(self.asked))), fails=rng.random() < 0.2)
+                self.reply(self.asked.pop(rng.randrange(len(self.asked))), fails=rng.random() < 0.1)
             case 12:
                 owner.snapshots.clear()
             case 13 if rng.random() < 0.3:
