@@ -114,7 +114,7 @@ class Roster:
         served = self.served()
         if name in served:
             return served[name]
-        known = {member.hello.spec.model for member in self.membership.members.values()}
+        known = {member.hello.spec.model for member in self.membership.members.values() if member.hello.role != "store"}
         if known and name not in known:
             raise model_not_found(name, sorted(served))
         code = "no_worker"

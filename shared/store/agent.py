@@ -38,6 +38,7 @@ from shared.messages import (
 )
 from shared.store.blocks import BlockPool, PoolStatistics
 from shared.store.events import PAGE_BLOCKS, EventLog
+from shared.store.owners import Owners
 from shared.store.parts import Fetched, Part
 from shared.store.settings import SsdSettings
 from shared.store.ssd.record import fits
@@ -113,6 +114,7 @@ class StoreAgent:
         """Some block may have become one to copy to the SSD."""
         self._uncopied: dict[BlockKey, None] = {}
         """All and only blocks in memory that the SSD has not, if there is one; the longest stored first."""
+        self._owners = Owners()
         self._background: set[asyncio.Task[Any]] = set()
         self._hole, self._hole_s = 0, -math.inf
         if ssd is not None:
@@ -451,7 +453,8 @@ class StoreAgent:
         ``slots`` are one a block of all parts, in order. Returns one answer a part, and the slots that were not used
         and may be. Whatever the owners say, only blocks that our transfer engine has verified count, and only up to
         the first gap; those are sealed as received and pinned by ``operation``. The block before the first part must
-        be cached and pinned. Never raises for what others do; ends within ``timeout_s`` and a little.
+        be cached and pinned. An owner that did not deliver lately is not asked (``paused``). Never raises for what
+        others do; ends within ``timeout_s`` and a little.
         """
         landings = [OperationId(f"{operation}.{fresh('fetch', 3)}") for _ in parts]
         places: list[list[int]] = []
@@ -489,17 +492,19 @@ class StoreAgent:
     async def _land(self, landing: OperationId, request: RequestId, part: Part, slots: Sequence[int], *,
                     timeout_s: float) -> _Landed:
         started_s = self._clock.monotonic()
+        if not self._owners.allows(part.owner, started_s):
+            return _Landed(0, 0.0, "", "paused", True)
         ranges = [self.range(slot) for slot in slots]
         ask = PushBlocks(
             operation=landing, request=request, keys=pack_keys([block.key for block in part.blocks]),
             endpoint=self._transfer.endpoint, grant=self._transfer.grant(landing, ranges, ttl_s=timeout_s),
             slots=ranges, deadline_s=timeout_s)
-        path, why, quiet = "", "", True
+        path, why, quiet, is_there = "", "", True, True
         try:
             reply: Pushed = await self._bus.request(PUSH.at(worker=part.owner), ask, timeout_s=timeout_s)
             path, why = reply.path, reply.why
-        except NoResponders:
-            why = "peer"
+        except NoResponders:  # which costs nobody a wait
+            why, is_there = "peer", False
         except RequestTimeout:
             why = "deadline"
         except BusError as error:
@@ -513,6 +518,9 @@ class StoreAgent:
             # A writer that stopped half-way still has our memory mapped: nothing in these slots can be trusted, and
             # they stay out of use until it is gone.
             arrived, why, quiet = 0, "deadline", False
+        if is_there:
+            now = self._clock.monotonic()
+            self._owners.heard(part.owner, blocks=arrived, why=why, waited_s=now - started_s, now=now)
         return _Landed(arrived, self._clock.monotonic() - started_s, path, why, quiet)
 
     async def release_landing(self, operation: OperationId) -> None:

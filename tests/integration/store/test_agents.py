@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from shared.bus.bus import Delivery
-from shared.bus.subjects import KV_DIGEST, LOAD, POOL, QUOTAS
+from shared.bus.subjects import KV_DIGEST, LOAD, POOL, PUSH, QUOTAS
 from shared.errors import SettingError
-from shared.ids import OperationId
+from shared.ids import OperationId, WorkerId
 from shared.kv import Tier, pack_keys
 from shared.messages import (
     DigestQuery,
@@ -172,6 +172,30 @@ async def test_a_lost_block_is_the_end_of_the_prefix_and_is_told_at_once(
             assert await one.recall(other) == 2
     async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
         assert on_ssd(one, chain) == 3
+
+
+async def test_an_owner_that_sends_nothing_costs_one_wait_and_not_one_a_request(nats_url: str) -> None:
+    """Its news say that it has the blocks; nothing that it sends arrives."""
+    async with open_holder(nats_url, "w1") as one:
+        stuck = asyncio.Event()
+
+        async def never(delivery: Delivery) -> None:
+            await stuck.wait()
+
+        sick = await one.bus.serve(PUSH.at(worker="sick"), never)
+        waited = await one.fetch(WorkerId("sick"), make_chain("a", 4), timeout_s=1.0)
+        assert (waited.blocks, waited.why) == (0, "deadline")
+        began_s = time.monotonic()
+        for name in "bcd":
+            fetched = await one.fetch(WorkerId("sick"), make_chain(name, 4), timeout_s=1.0)
+            assert (fetched.blocks, fetched.why, fetched.nbytes) == (0, "paused", 0)
+        assert time.monotonic() - began_s < 0.5, "it is known: those compute at once"
+        async with open_holder(nats_url, "w2") as well:
+            well.put(make_chain("e", 4))
+            assert (await one.fetch(well.id, make_chain("e", 4))).blocks == 4
+        assert one.agent.pool.statistics().private == 0
+        stuck.set()
+        await sick.close()
 
 
 async def test_a_disk_that_cannot_be_read_is_left_alone(

@@ -8,8 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.gateway.core.problem import ApiError
 from services.gateway.roster import Roster
 from shared.bus.bus import Delivery
 from shared.bus.memory import MemoryBus
@@ -112,6 +114,25 @@ async def test_a_silent_worker_whose_heartbeat_was_never_heard_is_not_asked(open
         await eventually(lambda: W1 in roster.membership.members)
         await eventually(lambda: roster.membership.members[W1].state == "dead")
         assert not owner.answers
+
+
+async def test_a_store_serves_no_model(opened: Open) -> None:
+    """It lends for models that others serve, and for values that are none."""
+    spec = CacheSpec.opaque("values", 4096)
+    store = msgspec.structs.replace(HELLO_OF_W1, worker=WorkerId("s1"), role="store", spec=spec)
+    async with MemoryBus() as bus, opened(bus) as roster:
+        await bus.publish(HELLO.at(worker="s1"), store)
+        await eventually(lambda: "s1" in roster.membership.members)
+        assert roster.served() == {} and roster.why_not_ready() == "no worker has registered any model"
+        for name in ("values", "m"):
+            with pytest.raises(ApiError, match="no worker has registered any model yet"):
+                roster.find(name)
+        await Owner(bus).start()
+        await eventually(lambda: W1 in roster.membership.members)
+        with pytest.raises(ApiError, match="values"):
+            roster.find("values")
+        await eventually(lambda: "model m" in roster.why_not_ready(), "m is looked for, the values are not")
+        assert "values" not in roster.why_not_ready()
 
 
 async def test_while_the_bus_is_away_and_right_after_nobody_is_lost(opened: Open) -> None:
