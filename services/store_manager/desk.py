@@ -39,6 +39,10 @@ _MOST_LISTED = 200
 _log = logging.getLogger(__name__)
 
 
+class OrdersDamaged(BusError):
+    """The record is there and cannot be read. It is left as it is."""
+
+
 class Desk:
     """Answers people; ``planner`` is only read, ``leader`` says who leads."""
 
@@ -46,15 +50,16 @@ class Desk:
         self._bus, self._clock, self._planner, self._leader = bus, clock, planner, leader
 
     async def read(self) -> tuple[Orders, int]:
-        """The record and its revision; raises ``BusError``."""
+        """The record and its revision; raises ``BusError``, :class:`OrdersDamaged` when it is nothing of ours."""
         record = await self._bus.record_read(RECORD, timeout_s=RECORD_S)
         if record is None:
             return Orders(), 0
         try:
             return msgspec.msgpack.decode(record.value, type=Orders), record.revision
         except msgspec.DecodeError as error:
-            raise BusError(f"record {RECORD} is not one this version can read ({error}); a newer moonbus may have "
-                           "written it, use that one") from error
+            raise OrdersDamaged(
+                f"record {RECORD} is not one this version can read ({error}); a newer moonbus may have written it, use "
+                "that one, or delete the record and give drains and quotas anew") from error
 
     async def change(self, change: Callable[[Orders], Orders | None]) -> Orders:
         """Applies ``change`` to the record, again while others write; ``None`` from it leaves the record as it is."""

@@ -11,7 +11,7 @@ from typing import Any
 from services.store_manager.core.drains import OrdersRead
 from services.store_manager.core.events import Deaf, Reconnected, Started
 from services.store_manager.core.planner import Event, KeepOrders, OrdersFailed, Planner, Statistics
-from services.store_manager.desk import Desk
+from services.store_manager.desk import Desk, OrdersDamaged
 from services.store_manager.leadership import Leadership
 from services.store_manager.settings import Settings
 from shared.bus.bus import Bus, Delivery
@@ -36,6 +36,7 @@ from shared.driver import Driver
 from shared.errors import BusError
 from shared.ids import WorkerId
 from shared.telemetry import metrics
+from shared.telemetry.logs import Limited
 
 _LOOK_EVERY_S = 0.25
 """Pause between two looks at the connection: shorter than any silence that makes a worker suspect."""
@@ -70,6 +71,7 @@ class PlannerShell:
         self.leadership: Leadership | None = None
         self._desk = Desk(bus, clock, self.machine, lambda: self.leadership.leader if self.leadership else "")
         self._exported = _Exported()
+        self._limited = Limited(_log, every_s=60.0)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -114,6 +116,9 @@ class PlannerShell:
     async def _keep_orders(self, effect: KeepOrders) -> Any:
         try:
             orders = await self._desk.keep(effect.progress, effect.term)
+        except OrdersDamaged as error:
+            self._limited.warning("orders_damaged", key="", why=error)
+            return OrdersFailed(damaged=True)
         except BusError as error:
             _log.debug("orders_not_kept", extra={"fields": {"why": error}})
             return OrdersFailed()

@@ -16,7 +16,7 @@ from typing import Any
 from services.store_manager.core.drains import OrdersRead
 from services.store_manager.core.events import Led, Started
 from services.store_manager.core.orders import Drain, Orders, with_drain, with_progress
-from services.store_manager.core.planner import KeepOrders, Planner
+from services.store_manager.core.planner import KeepOrders, OrdersFailed, Planner
 from services.store_manager.core.policy import PlannerPolicy
 from shared.ids import BlockKey, ConductorId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import CacheSpec, pack_keys, unpack_keys
@@ -132,6 +132,8 @@ class Cluster:
     workers: dict[str, Worker] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
     asked: list[tuple[float, str, Any]] = field(default_factory=list)
+    damaged: bool = False
+    """The record of orders cannot be read."""
     quotas: dict[str, Quotas] = field(default_factory=dict)
     #: workers that answer no question about their pool
     mute: set[str] = field(default_factory=set)
@@ -258,6 +260,8 @@ class Cluster:
                 self.quotas[quotas.worker] = quotas
             case Request():
                 self._ask(effect)
+            case KeepOrders() if self.damaged:
+                self.later(self.delay_s, lambda: self.feed(OrdersFailed(damaged=True)))
             case KeepOrders():
                 kept = with_progress(self.orders, effect.progress, effect.term)
                 self.orders = kept if kept is not None else self.orders

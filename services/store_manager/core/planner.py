@@ -52,7 +52,12 @@ from shared.messages import Bye, CopiesReply, Evicted, Hello, Holder, HotRow, Lo
 
 
 class OrdersFailed(msgspec.Struct, frozen=True):
-    """The record could not be read or written."""
+    """The record could not be read or written.
+
+    ``damaged``: it is there and nothing that we can read. What does not depend on it goes on then.
+    """
+
+    damaged: bool = False
 
 
 class KeepOrders(Effect, frozen=True):
@@ -104,6 +109,7 @@ class Planner:
         #: ends of hot prefixes whose turn is still to come, in order of heat
         self._to_look_at: deque[BlockKey] = deque()
         self._orders: Orders | None = None
+        self._orders_damaged = False
         """As read in this term."""
 
     def handle(self, event: Event, *, now: float) -> Sequence[Effect]:
@@ -202,10 +208,11 @@ class Planner:
                 if self.leads(now):
                     if self._orders is None or self._orders.quotas != event.orders.quotas:
                         self._quota_at_s = now
-                    self._orders = event.orders
+                    self._orders, self._orders_damaged = event.orders, False
                     self._drains.take(event, now=now)
             case OrdersFailed():
                 self._reading = False
+                self._orders_damaged = event.damaged
             case Woke():
                 pass  # what is due shows when we plan
             case _:
@@ -225,9 +232,10 @@ class Planner:
         if now >= self._orders_at_s and not self._reading:
             self._reading, self._orders_at_s = True, now + policy.orders_s
             out.append(KeepOrders(self._drains.progress(), self._term))
-        if self._orders is None or not self.picture.has_learnt(now, since_s=self._led_s):
+        knows = self._orders is not None or self._orders_damaged
+        if not knows or not self.picture.has_learnt(now, since_s=self._led_s):
             return
-        if now >= self._quota_at_s:
+        if self._orders is not None and now >= self._quota_at_s:  # without orders workers keep to what they heard last
             self._quota_at_s = now + policy.quota_s
             self._keeper.send_quotas(self._orders.quotas, out)
         if self._drains and now >= self._drains.due_s:

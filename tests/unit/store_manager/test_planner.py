@@ -329,6 +329,26 @@ def test_a_new_leader_goes_on_with_a_drain() -> None:
 
 # Leading.
 
+def test_orders_that_cannot_be_read_stop_orders_and_nothing_else() -> None:
+    a, b = Worker("a"), Worker("b", host="h2")
+    cluster = cluster_of(a, b)
+    cluster.orders = msgspec.structs.replace(cluster.orders, quotas={"acme": 1 << 30})
+    cluster.run(10.0)
+    assert cluster.quotas["a"].budgets
+    cluster.damaged, cluster.term = True, 2  # another leads from now on, and cannot read them
+    cluster.run(1.0)
+    cluster.quotas.clear()
+    prompt = chain("system", 8)
+    cluster.store(a, prompt)
+    cluster.use(prompt, 6)
+    cluster.run(20.0)
+    assert cluster.holders(prompt[-1]) == ["a", "b"], "copies are made all the same"
+    assert not cluster.quotas, "nobody is told that there are no quotas"
+    cluster.damaged = False
+    cluster.run(10.0)
+    assert cluster.quotas["a"].budgets, "what was written stands"
+
+
 def test_a_follower_knows_and_does_nothing() -> None:
     a, b = Worker("a"), Worker("b", host="h2")
     cluster = Cluster(POLICY, leading=False)
