@@ -25,7 +25,8 @@ def test_every_figure_has_a_value() -> None:
 def test_ratios_say_how_many_times_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measures(options: ConductorOptions) -> object:
         return {"all": lambda: {"decision/p50": 200.0, "match/p50": 50.0, "plain match/p50": 100.0,
-                                "ingest/events": 3e6, "plain ingest/events": 1e6, "memory/block": 100.0, "plain memory/block": 400.0}}
+                                "ingest/events": 3e6, "plain ingest/events": 1e6, "memory/block": 100.0,
+                                "plain memory/block": 400.0}}
 
     monkeypatch.setattr(conductor, "_measures", measures)
     report = conductor.bench(ConductorOptions(rounds=2), lambda text: None)
