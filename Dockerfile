@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Two images of one distribution: `control` (gateway, conductor, store-manager; no torch) and `engine` (prefill, decode).
+# Two images of one distribution: `control` (gateway, conductor, store-manager, store; no torch) and `engine` (prefill, decode).
 #
 # For a smaller engine image, give the index that carries the CPU build of torch:
 #   docker build --target engine --build-arg PIP_EXTRA_INDEX_URL=... .
@@ -26,8 +26,8 @@ ENV PATH=/opt/moonbus/bin:$PATH PYTHONUNBUFFERED=1 \
     MOONBUS_CACHE_DIR=/models MOONBUS_ADMIN_HOST=0.0.0.0 MOONBUS_ADMIN_PORT=9100
 # The directories exist and belong to the user, so that named volumes mounted there do too.
 RUN useradd --system --uid 10001 --create-home moonbus \
-    && mkdir /models /run/moonbus \
-    && chown moonbus:moonbus /models /run/moonbus
+    && mkdir /models /run/moonbus /ssd \
+    && chown moonbus:moonbus /models /run/moonbus /ssd
 USER moonbus
 WORKDIR /home/moonbus
 ENTRYPOINT []

@@ -29,7 +29,8 @@ from tests.support.eventually import eventually
 
 COMPOSE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text())
 OURS: dict[str, dict[str, Any]] = {name: it for name, it in COMPOSE["services"].items() if "build" in it}
-CHOSEN = {"MOONBUS_MODEL": "tiny-random", "MOONBUS_POOL_BYTES": "64MiB"}
+CHOSEN = {"MOONBUS_MODEL": "tiny-random", "MOONBUS_POOL_BYTES": "64MiB", "MOONBUS_STORE_POOL_BYTES": "64MiB",
+          "MOONBUS_STORE_SSD_BYTES": "128MiB"}
 """What the user of the file sets."""
 HEALTH_S = 300.0
 
@@ -105,9 +106,9 @@ async def test_the_composed_services_serve_a_request(nats_url: str, postgres_url
         "nats://nats:4222": nats_url,
         "postgresql://moonbus:moonbus@postgres:5432/moonbus": f"postgresql://{database.netloc}{database.path}",
         "0.0.0.0": "127.0.0.1", "/models": str(tmp_path / "models"), "/data": str(tmp_path / "data"),
-        "/run/moonbus": str(tmp_path / "sockets"),
+        "/run/moonbus": str(tmp_path / "sockets"), "/ssd": str(tmp_path / "ssd"),
     }
-    for folder in ("models", "data", "sockets"):
+    for folder in ("models", "data", "sockets", "ssd"):
         (tmp_path / folder).mkdir()
     running: dict[str, list[Container]] = {}
     async with AsyncExitStack() as stack:

@@ -18,6 +18,9 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 SERVING = ("gateway", "conductor", "prefill", "decode", "store-manager")
+OPTIONAL = ("store",)
+"""Services of ours that a profile of their name adds."""
+every_serving = pytest.mark.parametrize("name", SERVING + OPTIONAL)
 
 
 def interpolate(text: str) -> str:
@@ -36,7 +39,7 @@ def test_the_five_services_are_there_with_two_workers_of_each_kind() -> None:
     assert SERVICES["prefill"]["deploy"]["replicas"] == SERVICES["decode"]["deploy"]["replicas"] == 2
 
 
-@pytest.mark.parametrize("name", SERVING)
+@every_serving
 def test_each_setting_it_passes_exists_and_is_well_formed(name: str) -> None:
     environment = {key: interpolate(value) for key, value in SERVICES[name]["environment"].items()}
     kind = settings_type(name)
@@ -48,11 +51,22 @@ def test_each_setting_it_passes_exists_and_is_well_formed(name: str) -> None:
     assert settings.nats_url == "nats://nats:4222"
 
 
-@pytest.mark.parametrize("name", SERVING)
+@every_serving
 def test_each_service_has_a_health_check_and_waits_for_the_bus(name: str) -> None:
     service = SERVICES[name]
     assert "/ready" in service["healthcheck"]["test"][-1]
     assert service["depends_on"]["nats"]["condition"] == "service_healthy"
+
+
+def test_a_store_comes_when_wanted_and_keeps_its_blocks_in_a_volume_of_its_own() -> None:
+    for name in OPTIONAL:
+        assert SERVICES[name]["profiles"] == [name]
+    environment, mounts = SERVICES["store"]["environment"], dict(
+        mount.split(":") for mount in SERVICES["store"]["volumes"])
+    assert mounts["ssd"] == environment["MOONBUS_SSD_DIR"] and environment["MOONBUS_WORKER_ID"]
+    assert all("ssd" not in str(service.get("volumes")) for name, service in SERVICES.items() if name != "store")
+    made = re.search(r"mkdir (.*) \\$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert made is not None and set(mounts.values()) <= set(made[1].split()), "or they would belong to root"
 
 
 def test_what_is_waited_for_exists_and_can_become_what_is_waited_for() -> None:
