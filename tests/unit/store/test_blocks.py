@@ -114,6 +114,24 @@ def test_slots_move_from_one_operation_to_another() -> None:
         pool.move([0], giver, taker)
 
 
+def test_free_slots_serve_however_they_lie() -> None:
+    pool = BlockPool(10)
+    halves = OperationId("even"), OperationId("odd")
+    allocation = pool.allocate(OperationId("all"), 10, now=0)
+    assert allocation is not None and pool.largest_hole() == 0
+    for number, half in enumerate(halves):
+        pool.move([slot for slot in allocation.slots if slot % 2 == number], OperationId("all"), half)
+    pool.release(halves[1])
+    assert pool.statistics().free == 5 and pool.largest_hole() == 1, "as scattered as can be"
+    scattered = pool.allocate(OperationId("new"), 5, now=1)
+    assert scattered is not None and sorted(scattered.slots) == [1, 3, 5, 7, 9]
+    assert pool.allocate(OperationId("one more"), 1, now=1) is None
+    pool.release(halves[0])
+    pool.release(OperationId("new"))
+    assert pool.largest_hole() == 10
+    pool.check_invariants()
+
+
 def test_a_pool_that_never_evicts_keeps_no_stale_entries() -> None:
     policy = Lru()
     pool = BlockPool(100, policy)
