@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -545,6 +547,74 @@ async def test_after_a_restart_of_the_server_everything_works_again(tmp_path: Pa
         assert await speaker.request(ECHO.at(name="a"), cancel(3), timeout_s=5.0) == cancel(3)
         durables = await reader.pull(READER, batch=10, timeout_s=5.0)
         assert [durable.delivery.message for durable in durables] == [done(1)]
+
+
+async def test_a_server_that_stands_still_is_taken_for_gone_and_used_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP: its connections stay open, so that only deadlines and pings show that nobody is behind them."""
+    monkeypatch.setattr("shared.bus.nats.PING_S", 0.2)
+    async with (
+        run_nats_server(tmp_path / "nats") as server,
+        NatsBus.connect(server.url, name="reader") as reader,
+        NatsBus.connect(server.url, name="speaker") as speaker,
+    ):
+        await reader.serve(ECHO.any(), answer_same)
+        await reader.ensure((STREAM,), (READER,))
+        revision = await speaker.record_write("lease", b"a", revision=0, timeout_s=5.0)
+        assert revision is not None and server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(BusError):
+                await speaker.request(ECHO.at(name="a"), cancel(), timeout_s=0.1)
+            with pytest.raises(BusError):
+                await speaker.record_write("lease", b"b", revision=revision, timeout_s=0.1)
+            with pytest.raises(BusError):
+                await speaker.record_read("lease", timeout_s=0.1)
+            assert time.monotonic() - began_s < 2.0
+            await eventually(lambda: not reader.connected and not speaker.connected, "both know that it is gone")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await eventually(lambda: reader.connected and speaker.connected, timeout_s=20.0)
+        assert await speaker.request(ECHO.at(name="a"), cancel(3), timeout_s=5.0) == cancel(3)
+        await speaker.publish(DONE.at(), done(1))
+        assert [durable.delivery.message for durable in await pull_all(reader, 1)] == [done(1)]
+        record = await speaker.record_read("lease", timeout_s=5.0)
+        assert record is not None  # the write that nobody answered may have been done
+
+
+async def test_a_server_that_comes_back_with_nothing_is_furnished_again(tmp_path: Path) -> None:
+    async with (
+        run_nats_server(tmp_path / "nats") as server,
+        NatsBus.connect(server.url, name="reader") as reader,
+        NatsBus.connect(server.url, name="speaker") as speaker,
+    ):
+        await reader.serve(ECHO.any(), answer_same)
+        await reader.ensure((STREAM,), (READER,))
+        assert await speaker.record_write("lease", b"a", revision=0, timeout_s=5.0)
+        await speaker.publish(DONE.at(), done(1))
+        assert [durable.delivery.message for durable in await pull_all(reader, 1)] == [done(1)]
+        await server.stop(kill=True)
+        shutil.rmtree(tmp_path / "nats" / "jetstream")
+        await server.start()
+
+        async def works() -> bool:
+            try:
+                await speaker.publish(DONE.at(), done(2))
+                return bool(await reader.pull(READER, batch=10, timeout_s=0.2))
+            except BusError:
+                return False
+
+        async def is_written() -> bool:
+            try:
+                assert await speaker.record_read("lease", timeout_s=0.5) is None
+                return await speaker.record_write("lease", b"b", revision=0, timeout_s=0.5) is not None
+            except BusError:
+                return False
+
+        await eventually(works, "stream and reader are there again", timeout_s=20.0)
+        await eventually(is_written, "records can be used again", timeout_s=20.0)
+        assert await speaker.request(ECHO.at(name="a"), cancel(3), timeout_s=5.0) == cancel(3)
 
 
 async def test_what_is_published_while_the_server_is_away_arrives_when_it_is_back(tmp_path: Path) -> None:
