@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import os
 import random
+import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -432,6 +436,30 @@ async def test_postgres_out_of_reach() -> None:
     assert "Postgres at 127.0.0.1:1 (user someone, database db)" in message
     assert message.endswith("start it or set MOONBUS_POSTGRES_URL")
     assert "secret" not in message and "\n" not in message
+
+
+async def test_postgres_that_stands_still_costs_the_deadline_of_a_statement(postgres_url: str) -> None:
+    """SIGSTOP: the connection stays open and nobody answers, neither the statement nor its undoing."""
+    async with connect(postgres_url) as database:
+        await upgrade_database(database)
+    async with connect(postgres_url, connections=1, statement_s=0.5, connect_s=5.0) as database:
+        catalog, news = Catalog(database), [hello("w"), stored("w", 1, chain("a", 4))]
+        async with database.transaction() as connection:
+            backend = (await connection.execute(text("SELECT pg_backend_pid()"))).scalar_one()
+        try:
+            os.kill(backend, signal.SIGSTOP)
+        except PermissionError:
+            pytest.skip("Postgres runs as another user, whose processes only root may stop")
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(Unavailable):
+                await catalog.write(news, now_s=1001.0)
+            assert time.monotonic() - began_s < 5.0
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it was told to end meanwhile
+                os.kill(backend, signal.SIGCONT)
+        await catalog.write(news, now_s=1002.0)
+        assert (await catalog.stats(feed_pending=0)).live_replicas == 4
 
 
 async def test_a_wrong_password_or_database(postgres_url: str) -> None:
