@@ -156,6 +156,8 @@ class Shell(Protocol):
 
 def run_worker(settings: WorkerSettings, role: Role, shell_of: Callable[[Worker], Shell], *, max_running: int) -> int:
     """Runs a worker until it is told to stop, or a conductor refuses it; the process's exit code."""
+    settings = named(settings, role)
+
     async def body(lifecycle: Lifecycle) -> None:
         async with open_worker(settings, role) as worker:
             shell = shell_of(worker)
