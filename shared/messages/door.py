@@ -34,7 +34,7 @@ class DoorOpened(Message, frozen=True):
     tcp: str
     """``host:port``, for everybody else; empty for none."""
     token: bytes
-    """HMAC over client, incarnation, spec, tenant and expiry, under a secret that dies with the worker's incarnation."""
+    """HMAC over client, incarnation, spec, tenant and expiry under a secret that dies with the worker's incarnation."""
     expires_at_s: float
     """Unix seconds of the worker's clock: connections must have been opened by then; those that were stay."""
     block_bytes: int
