@@ -34,6 +34,8 @@ class Seat:
     host: HostId
     takes: bool
     """May it get new values: alive, not draining, with room?"""
+    silent: bool
+    """Was not heard for a while; it may answer all the same."""
 
 
 class Whereabouts:
@@ -110,16 +112,17 @@ class Whereabouts:
     # -- what is known ------------------------------------------------------------------------------------------
 
     def owners(self, key: BlockKey) -> list[Seat]:
-        """Those said to have it, nearest first."""
+        """Those said to have it: those that are heard first, among them the nearest."""
         owners = [seat for seat in self.seats if key in self._index.get(seat.worker, ())]
-        return owners if len(owners) < 2 else sorted(owners, key=self._distance)
+        return owners if len(owners) < 2 else sorted(owners, key=self._order)
 
     def ranked(self, key: BlockKey) -> list[Seat]:
-        """Everybody, in the order in which ``key`` belongs to them: same host first, then by rendezvous hashing."""
+        """Everybody, in the order in which ``key`` belongs to them: who is heard, then the same host, then rendezvous
+        hashing."""
         if len(self.seats) == 1:
             return list(self.seats)
         return sorted(self.seats, key=lambda seat: (
-            self._distance(seat), -xxhash.xxh3_64_intdigest(seat.worker.encode() + key)))
+            *self._order(seat), -xxhash.xxh3_64_intdigest(seat.worker.encode() + key)))
 
     def learn(self, key: BlockKey, worker: WorkerId) -> None:
         """Its owner said that it has it."""
@@ -133,15 +136,15 @@ class Whereabouts:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _distance(self, seat: Seat) -> int:
-        return int(seat.host != self._host)
+    def _order(self, seat: Seat) -> tuple[bool, bool]:
+        return seat.silent, seat.host != self._host
 
     def _seat(self) -> None:
         members = sorted(self._membership.members.items())
         self.seats = tuple(
             Seat(worker, member.hello.incarnation, member.hello.endpoint.host,
-                 member.state == "alive" and not member.draining
-                 and (member.load is None or member.load.free_blocks > 0))
+                 takes=member.state == "alive" and not member.draining
+                 and (member.load is None or member.load.free_blocks > 0), silent=member.state == "suspect")
             for worker, member in members if member.state != "dead")
 
     def _left(self, changes: Sequence[object]) -> None:

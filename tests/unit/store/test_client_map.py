@@ -117,6 +117,23 @@ def test_the_dead_leave_the_table_and_a_deaf_reader_buries_nobody() -> None:
     assert whereabouts.seats == ()
 
 
+def test_who_is_not_heard_is_asked_last() -> None:
+    """A call has one deadline: it must not be spent on a worker that stands still while another has the value."""
+    whereabouts = Whereabouts(SPEC, HERE)
+    joined(whereabouts, hello("near"), hello("far", host=THERE))
+    for worker in ("near", "far"):
+        whereabouts.event(stored(worker, KEYS[:1], 1), 0.1)
+        whereabouts.load(load(worker, kv_seq=1), 0.1)
+    assert names(whereabouts.owners(KEYS[0])) == ["near", "far"]
+    for tenth in range(1, 50):
+        whereabouts.load(load("far", kv_seq=1), tenth / 10)
+        whereabouts.tick(tenth / 10)
+    assert names(whereabouts.owners(KEYS[0])) == names(whereabouts.ranked(KEYS[1])) == ["far", "near"]
+    assert [seat.takes for seat in whereabouts.ranked(KEYS[1])] == [True, False]
+    whereabouts.load(load("near", kv_seq=1), 5.0)
+    assert names(whereabouts.owners(KEYS[0])) == ["near", "far"]
+
+
 def test_who_takes_new_values() -> None:
     whereabouts = Whereabouts(SPEC, HERE)
     joined(whereabouts, hello("full"), hello("leaving"), hello("ready"))
