@@ -201,7 +201,7 @@ class BlockPool:
             parent = self._cached.get(cached.block.parent)
             if parent is not None:
                 parent.children += 1
-                self._policy.withdraw(cached.block.parent)
+                self._withdraw(cached.block.parent)  # the look may have passed it over as protected
             self._offer(cached)
         return [cached.block for cached in found]
 

@@ -181,6 +181,22 @@ def test_a_newer_word_about_protection_replaces_the_older() -> None:
     assert store(pool, "c", chain(2), now=3) == keys(chain(0))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_looking_at_the_coldest_makes_no_leaf_of_a_protected_block_with_children(policy: str) -> None:
+    pool = BlockPool(4, make(policy))
+    store(pool, "a", chain(1, 2), now=0)
+    store(pool, "b", chain(5), now=1)
+    store(pool, "c", chain(6), now=2)
+    pool.protect(keys(chain(1)), until_s=100.0)
+    pool.protect(keys(chain(1, 2))[1:], until_s=200.0)
+    pool.coldest(4, now=3)
+    pool.check_invariants()
+    pool.protect(keys(chain(1, 2))[1:], until_s=0.0)
+    pool.coldest(2, now=3)
+    pool.check_invariants()
+    assert store(pool, "d", chain(7, 8, 9), now=4)[-1] != chain(1)[0].key and pool.match(keys(chain(1))) == 1
+
+
 def test_what_is_given_up_is_dropped_leaves_first_if_nobody_needs_it() -> None:
     pool = BlockPool(6)
     store(pool, "a", chain(1, 2, 3), now=0)
