@@ -198,7 +198,7 @@ class BlockPool:
             found.append(self._cached[key])
             self._leave_parent(found[-1])
         for cached in reversed(found):
-            parent = self._cached.get(cached.block.parent)
+            parent = self._parent(cached.block)
             if parent is not None:
                 parent.children += 1
                 self._withdraw(cached.block.parent)  # the look may have passed it over as protected
@@ -255,7 +255,7 @@ class BlockPool:
                 self._pin(operation, twin)
                 self._policy.used(block.key, now=now)
             return False
-        parent = self._cached.get(block.parent)
+        parent = self._parent(block)
         if parent is None and block.depth > 0:
             raise Bug(f"operation {operation} seals a block of depth {block.depth} whose parent is not cached")
         if parent is not None:
@@ -296,7 +296,7 @@ class BlockPool:
                 if cached.block.parent not in self._cached:
                     raise Bug(f"cached block {key.hex()[:12]} has lost its parent")
                 children[cached.block.parent] = children.get(cached.block.parent, 0) + 1
-            parent = self._cached.get(cached.block.parent)
+            parent = self._parent(cached.block)
             if parent is not None and not cached.pins <= parent.pins:
                 raise Bug(f"block {key.hex()[:12]} is pinned and its parent is not")
             for operation in cached.pins:
@@ -333,7 +333,12 @@ class BlockPool:
                     self._withdraw(cached.block.key)
             cached.pins.add(operation)
             pinned[cached.block.key] = None
-            cached = self._cached.get(cached.block.parent)
+            cached = self._parent(cached.block)
+
+    def _parent(self, block: StoredBlock) -> _Cached | None:
+        """What the block continues. The first of a chain continues nothing, whatever it names as its parent: that may
+        be a block which came after it and does not count it as a child."""
+        return self._cached.get(block.parent) if block.depth else None
 
     @staticmethod
     def _is_leaf(cached: _Cached) -> bool:
@@ -379,7 +384,7 @@ class BlockPool:
         self._leave_parent(cached)
 
     def _leave_parent(self, cached: _Cached) -> None:
-        parent = self._cached.get(cached.block.parent)
+        parent = self._parent(cached.block)
         if parent is not None:
             parent.children -= 1
             self._offer(parent)

@@ -73,6 +73,21 @@ def test_eviction_takes_the_coldest_leaf_and_never_makes_a_hole() -> None:
     assert pool.match(keys(chain(1, 7))) == 2
 
 
+def test_the_first_block_of_a_chain_continues_nothing_whatever_it_names_as_its_parent() -> None:
+    """Clients of the store say themselves what their blocks continue."""
+    pool, (later,) = BlockPool(2), chain(1)
+    earlier = StoredBlock(key=key_of(b"", 9), parent=later.key, depth=0, nbytes=1)
+    store(pool, "earlier", [earlier], now=0)
+    store(pool, "later", [later], now=1)
+    pool.pin(OperationId("reader"), [earlier.key], now=2)
+    assert pool.available == 1
+    pool.release(OperationId("reader"))
+    pool.check_invariants()
+    assert pool.drop([earlier.key]) == [earlier.key]
+    pool.check_invariants()
+    assert store(pool, "new", chain(2, 3), now=3) == [later.key]
+
+
 def test_pinned_blocks_and_their_ancestors_stay() -> None:
     pool = BlockPool(3)
     store(pool, "a", chain(1, 2, 3), now=0)
