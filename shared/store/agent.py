@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,7 +27,6 @@ from shared.kv import CacheSpec, Tier, pack_keys, unpack_keys
 from shared.messages import (
     DigestReply,
     Evicted,
-    KvEvent,
     PushBlocks,
     Pushed,
     Range,
@@ -37,7 +36,7 @@ from shared.messages import (
     SyncReply,
 )
 from shared.store.blocks import BlockPool, PoolStatistics
-from shared.store.events import PAGE_BLOCKS, EventLog
+from shared.store.events import EventLog, Gone
 from shared.store.owners import Owners
 from shared.store.parts import Fetched, Part
 from shared.store.settings import SsdSettings
@@ -78,15 +77,6 @@ class _Landed:
     """No writer can touch the slots any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Gone:
-    """One evicted block, to be announced."""
-
-    key: BlockKey
-    reason: str
-    tier: Tier
-
-
 class StoreAgent:
     """One per worker; everything here runs on the worker's event loop.
 
@@ -107,7 +97,7 @@ class StoreAgent:
         """{tenant: bytes of all tiers}; who is not here has no limit"""
         self._log = EventLog(worker, incarnation, spec.digest, self.blocks)
         #: what happened and is not announced yet, in order
-        self._pending: list[StoredBlock | _Gone] = []
+        self._pending: list[StoredBlock | Gone] = []
         self._wake = asyncio.Event()
         self._released = asyncio.Event()
         self._cooled = asyncio.Event()
@@ -245,7 +235,7 @@ class StoreAgent:
     def announce_evicted(self, keys: Sequence[BlockKey], reason: str, tier: Tier = Tier.DRAM) -> None:
         """Queues the news of evicted blocks."""
         if keys:
-            self._pending.extend(_Gone(key, reason, tier) for key in keys)
+            self._pending.extend(Gone(key, reason, tier) for key in keys)
             metrics.KV_EVICTED_BLOCKS.labels(reason=reason).inc(len(keys))
             self._wake.set()
         for key in keys if tier is Tier.DRAM else ():
@@ -547,7 +537,7 @@ class StoreAgent:
             self._wake.clear()
             pending, self._pending = self._pending, []
             at_s = self._clock.wall()
-            for event in self._events(pending, at_s):
+            for event in self._log.number(pending, at_s=at_s):
                 subject = KV_EVICTED if isinstance(event, Evicted) else KV_STORED
                 try:
                     await self._bus.publish(subject.at(worker=self._worker), event)
@@ -555,21 +545,6 @@ class StoreAgent:
                     # Its number is spent: the next heartbeat shows the gap, and who cares asks.
                     log.warning("action=announce_lost seq=%d error=%s", event.seq, error)
             await asyncio.sleep(_ANNOUNCE_S)
-
-    def _events(self, news: Sequence[StoredBlock | _Gone], at_s: float) -> Iterator[KvEvent]:
-        """``news`` in order, in numbered batches that the bus carries."""
-        def kind(item: StoredBlock | _Gone) -> tuple[str, Tier] | None:
-            return (item.reason, item.tier) if isinstance(item, _Gone) else None
-
-        for gone, run in groupby(news, key=kind):
-            items = list(run)
-            for first in range(0, len(items), PAGE_BLOCKS):
-                part = items[first:first + PAGE_BLOCKS]
-                if gone is None:
-                    yield self._log.stored([block for block in part if isinstance(block, StoredBlock)], at_s=at_s)
-                else:
-                    yield self._log.evicted([item.key for item in part if isinstance(item, _Gone)], at_s=at_s,
-                                            reason=gone[0], tier=gone[1])
 
     async def _on_sync(self, delivery: Delivery) -> SyncReply:
         reply = self._log.since(delivery.message, now=self._clock.monotonic())

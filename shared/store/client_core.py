@@ -55,19 +55,24 @@ class Core:
         """Whether each value was stored by this call: false for one that was there."""
         stored = [False] * len(blocks)
         todo = list(range(len(blocks)))
+        sought: set[bytes] = set()
         while todo:
             seats = self._homes(blocks[todo[0]])
             group = self._together(blocks, todo, seats[0])
-            done = self._put_somewhere(call, seats, [blocks[i] for i in group], [parts[i] for i in group])
+            try:
+                done = self._put_somewhere(call, seats, [blocks[i] for i in group], [parts[i] for i in group])
+            except StoreError as error:
+                for i, was_stored in zip(group, error.done, strict=False):
+                    stored[i] = was_stored
+                error.done = stored
+                raise
             for i, mark in zip(group, done, strict=True):
-                stored[i] = mark == frames.Mark.YES
+                stored[i] |= mark == frames.Mark.YES
+            orphans = [i for i, mark in zip(group, done, strict=True) if mark == frames.Mark.ORPHAN]
+            if orphans:
+                self._find_parent(call, blocks[orphans[0]], sought, stored)
             taken = set(group)
-            todo = [i for i in todo if i not in taken]
-            orphan = next((i for i, mark in zip(group, done, strict=True) if mark == frames.Mark.ORPHAN), None)
-            if orphan is not None:
-                raise MissingParent(f"block {blocks[orphan].key.hex()[:12]} continues "
-                                    f"{blocks[orphan].parent.hex()[:12]}, which is not there; put a chain from its "
-                                    "start", stored)
+            todo = orphans + [i for i in todo if i not in taken]
         return stored
 
     def get(self, call: Call, keys: Sequence[BlockKey], parts: Sequence[Part]) -> list[bool]:
@@ -204,6 +209,20 @@ class Core:
                        "start one with `moonbus serve store`, with the same spec")
 
     # -- put ----------------------------------------------------------------------------------------------------
+
+    def _find_parent(self, call: Call, block: frames.Block, sought: set[bytes], stored: list[bool]) -> None:
+        """The parent is not where ``block`` was put. Returns when it is elsewhere, and known to be there: it may have
+        been stored before its owner's news were followed."""
+        if block.parent not in sought:
+            sought.add(block.parent)
+            try:
+                if self.exists(call, [BlockKey(block.parent)])[0]:
+                    return
+            except StoreError as error:
+                error.done = stored
+                raise
+        raise MissingParent(f"block {block.key.hex()[:12]} continues {block.parent.hex()[:12]}, which is not there; "
+                            "put a chain from its start", stored)
 
     def _put_somewhere(self, call: Call, seats: Sequence[Seat], blocks: Sequence[frames.Block],
                        parts: Sequence[Part]) -> list[int]:

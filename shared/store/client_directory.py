@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import chain
 from typing import Any
 
-from shared.bus.bus import Bus, Delivery
+from shared.bus.bus import Bus, Delivery, Subscription
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import BYE, DOOR, HELLO, KV_EVICTED, KV_STORED, KV_SYNC, LOAD, ROLLCALL
 from shared.errors import BusError, NoResponders, RequestTimeout
@@ -42,6 +43,8 @@ class Directory:
         self._spec, self._digest = spec, spec.digest
         self._bus: Bus | None = None
         self._doors: dict[tuple[WorkerId, Incarnation], DoorOpened] = {}
+        #: {worker: what listens to its news}
+        self._news: dict[WorkerId, list[Subscription]] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._heard = asyncio.Event()
         self._rollcall_s = 0.0
@@ -53,8 +56,7 @@ class Directory:
         async with NatsBus.connect(self._url, name=self._client, credentials=self._credentials) as bus:
             self._bus = bus
             handlers: list[tuple[Any, Callable[[Delivery], Awaitable[None]]]] = [
-                (HELLO, self._on_hello), (LOAD, self._on_load), (BYE, self._on_bye), (KV_STORED, self._on_event),
-                (KV_EVICTED, self._on_event)]
+                (HELLO, self._on_hello), (LOAD, self._on_load), (BYE, self._on_bye)]
             heard = [await bus.subscribe(subject.any(), handler) for subject, handler in handlers]
             bus.on_reconnect(self._call_roll)
             ticking = asyncio.create_task(self._tick(bus), name="store-client-tick")
@@ -76,8 +78,9 @@ class Directory:
                 for task in self._asking:
                     task.cancel()
                 await asyncio.gather(ticking, *self._asking, return_exceptions=True)
-                for subscription in heard:
+                for subscription in (*heard, *chain.from_iterable(self._news.values())):
                     await subscription.close()
+                self._news.clear()
                 self._bus = None
 
     async def door(self, worker: WorkerId, incarnation: Incarnation, *, timeout_s: float, anew: bool) -> DoorOpened:
@@ -121,7 +124,7 @@ class Directory:
             await self._call_roll()
 
     async def _on_bye(self, delivery: Delivery) -> None:
-        self.map.bye(delivery.message)
+        self.map.bye(delivery.message, host_clock_s())
 
     async def _on_event(self, delivery: Delivery) -> None:
         self._ask(self.map.event(delivery.message, host_clock_s()))
@@ -137,6 +140,9 @@ class Directory:
             if not bus.connected:
                 self.map.deaf(host_clock_s())
             self._ask(self.map.tick(host_clock_s()))
+            for worker in [worker for worker in self._news if not self.map.follows(worker)]:
+                for subscription in self._news.pop(worker):
+                    await subscription.close()
             self.on_tick()
 
     # -- questions to owners ------------------------------------------------------------------------------------
@@ -148,8 +154,13 @@ class Directory:
             task.add_done_callback(self._asking.discard)
 
     async def _sync(self, ask: Ask) -> None:
+        """Asks for what was missed; first of all, listens to what comes."""
         assert self._bus is not None
         try:
+            if ask.worker not in self._news:
+                news = self._news[ask.worker] = []
+                for subject in (KV_STORED, KV_EVICTED):
+                    news.append(await self._bus.subscribe(subject.at(worker=ask.worker), self._on_event))
             reply = await self._bus.request(KV_SYNC.at(worker=ask.worker), ask.since, timeout_s=SYNC_S)
         except BusError as error:
             log.debug("action=sync_failed worker=%s error=%s", ask.worker, error)

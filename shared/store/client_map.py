@@ -1,7 +1,8 @@
 """Which worker has what, as one client knows it. Pure: messages in, questions to owners out.
 
 A copy, as every view but the owner's is: it says whom to ask first, never that a value is there or is not. What an
-owner says at its door corrects it at once (:meth:`Whereabouts.learn`, :meth:`Whereabouts.forget`).
+owner says at its door corrects it at once (:meth:`Whereabouts.learn`, :meth:`Whereabouts.forget`). A worker that is
+alone is asked whatever it has, so its news are not followed before there is another one.
 
 The maps are read by the threads that serve calls while the event loop changes them: what they read is replaced as a
 whole or looked up by one key.
@@ -17,7 +18,7 @@ import xxhash
 from shared.ids import BlockKey, HostId, Incarnation, WorkerId
 from shared.kv import CacheSpec, Tier, spec_difference, unpack_keys
 from shared.kv.feed import Action, Apply, Ask, FeedTracker, Reset
-from shared.membership import Changed, Joined, Membership, Unknown
+from shared.membership import Membership, Unknown
 from shared.messages import Bye, Evicted, Hello, KvEvent, Load, Stored, SyncReply
 
 SUSPECT_AFTER_S, DEAD_AFTER_S = 3.0, 10.0
@@ -45,7 +46,10 @@ class Whereabouts:
         self._spec, self._digest, self._host = spec, spec.digest, host
         self._membership = Membership(SUSPECT_AFTER_S, DEAD_AFTER_S)
         self._feed = FeedTracker()
-        #: {worker: {key: where it lies}}
+        self._several = False
+        #: {worker: its life whose news are followed}
+        self._followed: dict[WorkerId, Incarnation] = {}
+        #: {worker that is followed: {key: where it lies}}
         self._index: dict[WorkerId, dict[BlockKey, Tier]] = {}
         self.seats: tuple[Seat, ...] = ()
         """Who is there, in order of id."""
@@ -60,32 +64,22 @@ class Whereabouts:
             if hello.spec.model == self._spec.model:
                 self.foreign = f"worker {hello.worker}: {spec_difference(self._spec, hello.spec)}"
             return []
-        actions: list[Action] = []
-        for change in self._membership.hello(hello, now=now):
-            if isinstance(change, Joined):
-                actions += self._feed.joined(hello.worker, hello.incarnation, now)
-                self._index[hello.worker] = {}
-            elif isinstance(change, Changed) and change.before == "dead":
-                actions += self._feed.joined(hello.worker, hello.incarnation, now)
-        self._seat()
-        return self._act(actions)
+        self._membership.hello(hello, now=now)
+        return self._act(self._seat(now))
 
     def load(self, load: Load, now: float) -> tuple[list[Ask], bool]:
         """A heartbeat; also whether it is of somebody unknown, who may have our spec."""
         changes = self._membership.load(load, now=now)
-        unknown = any(isinstance(change, Unknown) for change in changes)
-        actions: list[Action] = []
-        if not unknown:
-            for change in changes:
-                if isinstance(change, Changed) and change.before == "dead":
-                    actions += self._feed.joined(load.worker, load.incarnation, now)
-            actions += self._feed.heartbeat(load.worker, load.incarnation, load.kv_seq, now)
-            self._seat()
-        return self._act(actions), unknown
+        if any(isinstance(change, Unknown) for change in changes):
+            return [], True
+        actions = self._seat(now)
+        actions += self._feed.heartbeat(load.worker, load.incarnation, load.kv_seq, now)
+        return self._act(actions), False
 
-    def bye(self, bye: Bye) -> None:
+    def bye(self, bye: Bye, now: float) -> None:
         """An orderly leave."""
-        self._left(self._membership.bye(bye))
+        self._membership.bye(bye)
+        self._seat(now)
 
     def event(self, event: KvEvent, now: float) -> list[Ask]:
         """Blocks were stored or evicted."""
@@ -105,11 +99,14 @@ class Whereabouts:
 
     def tick(self, now: float) -> list[Ask]:
         """Time has passed; call it a few times a second."""
-        self._left(self._membership.tick(now=now))
-        self._seat()
-        return self._act(self._feed.tick(now))
+        self._membership.tick(now=now)
+        return self._act([*self._seat(now), *self._feed.tick(now)])
 
     # -- what is known ------------------------------------------------------------------------------------------
+
+    def follows(self, worker: WorkerId) -> bool:
+        """Are its news of use?"""
+        return worker in self._followed
 
     def owners(self, key: BlockKey) -> list[Seat]:
         """Those said to have it: those that are heard first, among them the nearest."""
@@ -139,20 +136,25 @@ class Whereabouts:
     def _order(self, seat: Seat) -> tuple[bool, bool]:
         return seat.silent, seat.host != self._host
 
-    def _seat(self) -> None:
-        members = sorted(self._membership.members.items())
+    def _seat(self, now: float) -> list[Action]:
+        """Somebody may have come, changed or gone."""
+        members = {worker: member for worker, member in sorted(self._membership.members.items())
+                   if member.state != "dead"}
         self.seats = tuple(
             Seat(worker, member.hello.incarnation, member.hello.endpoint.host,
                  takes=member.state == "alive" and not member.draining
                  and (member.load is None or member.load.free_blocks > 0), silent=member.state == "suspect")
-            for worker, member in members if member.state != "dead")
-
-    def _left(self, changes: Sequence[object]) -> None:
-        for change in changes:
-            if isinstance(change, Changed) and change.after == "dead":
-                self._feed.left(change.worker)
-                self._index[change.worker] = {}
-        self._seat()
+            for worker, member in members.items())
+        for worker in self._followed.keys() - members.keys():
+            self._feed.left(worker)
+            del self._followed[worker], self._index[worker]
+        self._several |= len(members) > 1
+        actions: list[Action] = []
+        for seat in self.seats if self._several else ():
+            if self._followed.get(seat.worker) != seat.incarnation:
+                self._followed[seat.worker], self._index[seat.worker] = seat.incarnation, {}
+                actions += self._feed.joined(seat.worker, seat.incarnation, now)
+        return actions
 
     def _act(self, actions: Sequence[Action]) -> list[Ask]:
         asks: list[Ask] = []
@@ -163,12 +165,12 @@ class Whereabouts:
                 case Reset(worker=worker, blocks=blocks):
                     self._index[worker] = {block.key: block.tier for block in blocks[:MAX_INDEXED]}
                 case Apply(event=Stored() as event):
-                    index = self._index.setdefault(event.worker, {})
+                    index = self._index[event.worker]
                     for block in event.blocks:
                         if len(index) < MAX_INDEXED:
                             index[block.key] = block.tier
                 case Apply(event=Evicted() as event):
-                    index = self._index.setdefault(event.worker, {})
+                    index = self._index[event.worker]
                     for key in unpack_keys(event.keys):
                         if index.get(key) == event.tier:  # it may have moved to another tier before it left this one
                             del index[key]

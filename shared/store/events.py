@@ -9,7 +9,7 @@ digest, and then for the buckets that differ (:mod:`shared.store.digest`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId, fresh
@@ -35,6 +35,15 @@ EVENT_BLOCKS = 8_192
 what is asked instead is the whole state."""
 
 _SNAPSHOT_KEPT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """One evicted block, to be announced."""
+
+    key: BlockKey
+    reason: str
+    tier: Tier
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,14 @@ class EventLog:
         self._kept.append(event)
         return event
 
+    def number(self, news: Iterable[StoredBlock | Gone], *, at_s: float) -> Iterator[KvEvent]:
+        """``news``, which are in order, in as few batches as the bus carries: see :func:`_gathered`."""
+        for kind, keys, blocks in _gathered(news):
+            for first in range(0, len(keys), PAGE_BLOCKS):
+                yield self.evicted(keys[first:first + PAGE_BLOCKS], at_s=at_s, reason=kind[0], tier=kind[1])
+            for first in range(0, len(blocks), PAGE_BLOCKS):
+                yield self.stored(blocks[first:first + PAGE_BLOCKS], at_s=at_s)
+
     def since(self, asked: Since, *, now: float) -> SyncReply:
         """Everything after ``asked.seq`` when it is at hand, else a page of the whole state."""
         if not asked.snapshot and asked.incarnation == self._incarnation and self._covers(asked.seq):
@@ -123,6 +140,30 @@ class EventLog:
             worker=self._worker, incarnation=self._incarnation, seq=snapshot.seq, spec=self._spec, snapshot=name,
             page=page, pages=pages, blocks=list(snapshot.blocks[page * PAGE_BLOCKS:(page + 1) * PAGE_BLOCKS]),
         )
+
+
+def _gathered(
+    news: Iterable[StoredBlock | Gone],
+) -> Iterator[tuple[tuple[str, Tier], list[BlockKey], list[StoredBlock]]]:
+    """Evictions of one kind (reason, tier) and, to be told after them, what was stored.
+
+    A full pool evicts a block for each that it stores, so in the order in which things happened every batch would be of
+    one block. Only the order of what concerns one block matters, and that of evictions and of stores each among
+    themselves, since a chain is stored from its start and evicted from its end: those are kept.
+    """
+    kind, keys, blocks, told = ("", Tier.DRAM), list[BlockKey](), list[StoredBlock](), set[BlockKey]()
+    for item in news:
+        its_kind = (item.reason, item.tier) if isinstance(item, Gone) else kind
+        if item.key in told or (keys and its_kind != kind):
+            yield kind, keys, blocks
+            keys, blocks, told = [], [], set()
+        told.add(item.key)
+        if isinstance(item, Gone):
+            kind = its_kind
+            keys.append(item.key)
+        else:
+            blocks.append(item)
+    yield kind, keys, blocks
 
 
 def _weight(event: KvEvent) -> int:

@@ -38,13 +38,15 @@ def evicted(worker: str, keys: list[BlockKey], seq: int, tier: Tier = Tier.DRAM)
 
 
 def joined(whereabouts: Whereabouts, *workers: Hello) -> None:
-    """They say hello and answer that they have nothing yet."""
+    """They say hello, and answer those that are asked that they have nothing yet."""
+    asks: list[Ask] = []
     for who in workers:
-        asks = whereabouts.hello(who, 0.0)
-        assert [ask.worker for ask in asks if isinstance(ask, Ask)] == [who.worker]
-        whereabouts.synced(who.worker, SnapshotPage(
-            worker=who.worker, incarnation=who.incarnation, seq=0, spec=SPEC.digest, snapshot="s", page=0, pages=1,
-            blocks=[]), 0.0)
+        asks += whereabouts.hello(who, 0.0)
+    for ask in asks:
+        whereabouts.synced(ask.worker, SnapshotPage(
+            worker=ask.worker, incarnation=ask.since.incarnation, seq=0, spec=SPEC.digest, snapshot="s", page=0,
+            pages=1, blocks=[]), 0.0)
+    assert {ask.worker for ask in asks} == ({who.worker for who in workers} if len(workers) > 1 else set())
 
 
 def names(seats: list[object]) -> list[str]:
@@ -56,7 +58,7 @@ def test_keys_spread_over_workers_and_stay_when_one_leaves() -> None:
     joined(whereabouts, *(hello(f"w{i}") for i in range(4)))
     before = {key: names(whereabouts.ranked(key))[0] for key in KEYS}
     assert min(Counter(before.values()).values()) >= 6 and len(set(before.values())) == 4
-    whereabouts.bye(Bye(worker=WorkerId("w1"), incarnation=Incarnation("1")))
+    whereabouts.bye(Bye(worker=WorkerId("w1"), incarnation=Incarnation("1")), 0.1)
     after = {key: names(whereabouts.ranked(key))[0] for key in KEYS}
     assert {key for key in KEYS if before[key] != after[key]} == {key for key in KEYS if before[key] == "w1"}
 
@@ -84,9 +86,23 @@ def test_what_is_heard_and_what_owners_say() -> None:
     assert whereabouts.owners(KEYS[5]) == []
 
 
+def test_who_is_alone_is_not_followed_before_another_one_comes() -> None:
+    whereabouts = Whereabouts(SPEC, HERE)
+    assert whereabouts.hello(hello("a"), 0.0) == []
+    assert whereabouts.load(load("a", kv_seq=7), 0.1) == ([], False)
+    whereabouts.learn(KEYS[0], WorkerId("a"))
+    assert not whereabouts.follows(WorkerId("a")) and whereabouts.owners(KEYS[0]) == [], "nothing is noted of it"
+    assert names(whereabouts.ranked(KEYS[0])) == ["a"]
+    assert [ask.worker for ask in whereabouts.hello(hello("b"), 0.2)] == ["a", "b"]
+    assert whereabouts.follows(WorkerId("a")) and whereabouts.follows(WorkerId("b"))
+    whereabouts.bye(Bye(worker=WorkerId("b"), incarnation=Incarnation("1")), 0.3)
+    assert whereabouts.follows(WorkerId("a")) and not whereabouts.follows(WorkerId("b"))
+    assert [ask.worker for ask in whereabouts.hello(hello("b", life="2", at_s=1.0), 0.4)] == ["b"]
+
+
 def test_a_block_that_went_to_the_disk_is_still_there() -> None:
     whereabouts = Whereabouts(SPEC, HERE)
-    joined(whereabouts, hello("a"))
+    joined(whereabouts, hello("a"), hello("b"))
     whereabouts.event(stored("a", KEYS[:1], 1), 0.0)
     whereabouts.event(stored("a", KEYS[:1], 2, Tier.SSD), 0.0)
     whereabouts.event(evicted("a", KEYS[:1], 3), 0.0)
@@ -97,11 +113,11 @@ def test_a_block_that_went_to_the_disk_is_still_there() -> None:
 
 def test_another_life_has_nothing_of_the_former() -> None:
     whereabouts = Whereabouts(SPEC, HERE)
-    joined(whereabouts, hello("a"))
+    joined(whereabouts, hello("a"), hello("b"))
     whereabouts.event(stored("a", KEYS[:1], 1), 0.0)
     assert whereabouts.hello(hello("a", life="2", at_s=1.0), 1.0)
     assert whereabouts.owners(KEYS[0]) == []
-    assert [seat.incarnation for seat in whereabouts.seats] == ["2"]
+    assert [seat.incarnation for seat in whereabouts.seats] == ["2", "1"]
 
 
 def test_the_dead_leave_the_table_and_a_deaf_reader_buries_nobody() -> None:

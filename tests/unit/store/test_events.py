@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId
-from shared.messages import Since, SnapshotPage, StoredBlock, SyncEvents
+from shared.kv import Tier, unpack_keys
+from shared.messages import Evicted, Since, SnapshotPage, Stored, StoredBlock, SyncEvents
 from shared.store import events as events_module
-from shared.store.events import EventLog
+from shared.store.events import EventLog, Gone
 
 LIFE = Incarnation("life-1")
 
@@ -80,3 +83,29 @@ def test_a_forgotten_snapshot_starts_over(monkeypatch: pytest.MonkeyPatch) -> No
     late = log.since(ask(0, snapshot=first.snapshot, page=1), now=1e6)
     assert isinstance(late, SnapshotPage)
     assert late.page == 0 and late.snapshot != first.snapshot
+
+
+NEWS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["store", "capacity", "quota", "ssd"])), max_size=60)
+
+
+@given(NEWS)
+def test_gathered_news_add_up_to_the_same_and_keep_the_order_of_each_block(told: list[tuple[int, str]]) -> None:
+    news = [block(n) if what == "store" else Gone(block(n).key, what, Tier.SSD if what == "ssd" else Tier.DRAM)
+            for n, what in told]
+    unfolded: list[StoredBlock | Gone] = []
+    events = list(log_of([]).number(news, at_s=0.0))
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    for event in events:
+        unfolded += event.blocks if isinstance(event, Stored) else [
+            Gone(key, event.reason, event.tier) for key in unpack_keys(event.keys)]
+    for n in range(13):
+        assert [item for item in unfolded if item.key == block(n).key] == [
+            item for item in news if item.key == block(n).key]
+    assert [item for item in unfolded if isinstance(item, Gone)] == [item for item in news if isinstance(item, Gone)]
+    assert [item for item in unfolded if isinstance(item, StoredBlock)] == [
+        item for item in news if isinstance(item, StoredBlock)]
+
+
+def test_a_full_pool_tells_in_two_batches_what_it_took_and_what_it_gave_up_for_that() -> None:
+    news = [item for n in range(9) for item in (Gone(block(n).key, "capacity", Tier.DRAM), block(100 + n))]
+    assert [type(event) for event in log_of([]).number(news, at_s=0.0)] == [Evicted, Stored]
