@@ -230,7 +230,7 @@ class StoreManagerShell:
             _log.info("catalog_kept", extra={"fields": {
                 "partitions_made": done.partitions_made, "partitions_dropped": done.partitions_dropped,
                 "blocks_forgotten": done.blocks_forgotten, "lives_forgotten": done.lives_forgotten}})
-        return Maintained()
+        return Maintained(more=done.more)
 
     async def _call_roll(self, effect: do.CallRoll) -> None:
         try:

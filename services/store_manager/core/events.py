@@ -94,7 +94,7 @@ class MarkFailed(msgspec.Struct, frozen=True):
 
 
 class Maintained(msgspec.Struct, frozen=True):
-    """A ``Maintain`` is done; ``more`` when there is more to do at once."""
+    """A ``Maintain`` is done; ``more`` when there is more to do soon."""
 
     more: bool = False
 

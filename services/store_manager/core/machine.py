@@ -188,7 +188,7 @@ class StoreManager:
             case Maintained() | MaintainFailed():
                 self._maintaining = False
                 if isinstance(event, Maintained) and event.more:
-                    self._maintain_at_s = now + self.policy.retry_first_s
+                    self._maintain_at_s = now + self.policy.retry_limit_s  # soon, and the feed has Postgres meanwhile
                 self._became(isinstance(event, Maintained), getattr(event, "why", ""), out)
             case Hello():
                 self._follow(self._membership.hello(event, now=now), out, now)

@@ -310,6 +310,14 @@ def test_what_is_done_once_follows_the_lease() -> None:
     assert play.until(200.5, 400.0, "a") == []
 
 
+def test_upkeep_with_more_to_do_goes_on_soon() -> None:
+    play = Play(upkeep=True, leave_out=(do.CallRoll, do.Fetch, do.Mark))
+    play.at(0.0, Started())
+    assert play.at(1.0, LEADS) == [do.Maintain()]
+    play.at(2.0, Maintained(more=True))
+    assert play.until(2.0, 7.0) == [(6.0, do.Maintain())]
+
+
 def test_what_nobody_knows_is_a_bug(workers: Play) -> None:
     with pytest.raises(Bug, match="knows no event 'what'"):
         workers.at(1.0, "what")  # type: ignore[arg-type]

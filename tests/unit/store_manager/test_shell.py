@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.store_manager.core.events import Led
 from services.store_manager.reconcile import Reconciler
 from services.store_manager.settings import Settings
 from services.store_manager.shell import StoreManagerShell
@@ -16,6 +17,7 @@ from shared.bus.subjects import DONE
 from shared.catalog.fold import FeedEvent
 from shared.catalog.repository import Catalog, Written
 from shared.catalog.session import Unwritable
+from shared.catalog.upkeep import Upkeep
 from shared.clock import SystemClock
 from shared.ids import GatewayId, RequestId, SpecDigest
 from shared.messages import RequestDone
@@ -72,6 +74,20 @@ class SlowCatalog(Catalog):
         return Written(requests=1)
 
 
+class NeverDoneCatalog(Catalog):
+    """Its upkeep always leaves something to do."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    async def maintain(self, *, now_s: float) -> Upkeep:
+        self.rounds += 1
+        return Upkeep(more=True)
+
+    async def write(self, events: Sequence[FeedEvent], *, now_s: float) -> Written:
+        return Written(requests=1)
+
+
 async def deliver_again_as_the_write_ends(*, refuses: bool) -> None:
     end, again = asyncio.Event(), asyncio.Event()
     async with TwiceBus(again) as bus:
@@ -89,6 +105,17 @@ async def deliver_again_as_the_write_ends(*, refuses: bool) -> None:
 
 async def test_what_comes_again_just_as_it_is_written_is_written_again() -> None:
     await deliver_again_as_the_write_ends(refuses=False)
+
+
+async def test_upkeep_that_is_not_done_goes_on_before_its_next_time() -> None:
+    async with TwiceBus(asyncio.Event()) as bus:
+        catalog, clock = NeverDoneCatalog(), SystemClock()
+        reconciler = Reconciler(bus, catalog, clock, timeout_s=1.0, patience_s=1.0)
+        settings = Settings(maintain_s=3600.0, retry_limit_s=0.01)
+        shell = StoreManagerShell(settings, bus, catalog, reconciler, CATALOG_CONSUMER, clock, "s")
+        async with shell.open():
+            shell.lead(Led(1, clock.monotonic() + 60.0))
+            await eventually(lambda: catalog.rounds >= 3)
 
 
 async def test_what_comes_again_just_as_it_is_refused_is_refused_again() -> None:
