@@ -57,5 +57,5 @@ class Asker:
                 self._picture.fleet.failed(side.worker, now=now)
         else:
             self._notes.outcomes[side.kind, "done"] += (
-                reply.blocks if isinstance(reply, Trimmed | Retired) else side.blocks)
+                max(0, reply.blocks) if isinstance(reply, Trimmed | Retired) else side.blocks)
         return why

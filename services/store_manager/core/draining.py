@@ -28,6 +28,8 @@ class Draining:
     scan: list[BlockKey] = field(default_factory=list)
     scanned: int = 0
     scanning: bool = True
+    is_unsure: bool = False
+    """What the worker holds was not all known since the scan began: it is to begin anew."""
     #: blocks that have no other copy, and are neither copied nor given up
     last: set[BlockKey] = field(default_factory=set)
     #: ends of chains of such blocks, hottest first: when all of these have a copy, all of ``last`` have
@@ -46,7 +48,7 @@ class Draining:
 
     def begin_scan(self, keys: Iterable[BlockKey]) -> None:
         """Look at all of these."""
-        self.scan, self.scanned, self.scanning = list(keys), 0, True
+        self.scan, self.scanned, self.scanning, self.retiring = list(keys), 0, True, False
         self.rounds += 1
 
     def next_keys(self, limit: int) -> list[BlockKey]:

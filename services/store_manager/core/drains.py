@@ -126,8 +126,9 @@ class Drains:
     # Inside.
 
     def _end(self, draining: Draining, state: DrainState, now: float, why: str) -> None:
-        self._running.pop(draining.order.worker, None)
-        self._picture.leaving.discard(draining.order.worker)
+        if self._running.get(draining.order.worker) is draining:
+            del self._running[draining.order.worker]
+            self._picture.leaving.discard(draining.order.worker)
         report = draining.report(state, why)
         self._ended[_name(report)] = report
         self._progress.pop(_name(report), None)
@@ -141,7 +142,12 @@ class Drains:
             self._end(draining, "failed", now, f"time is over; {left} of {draining.blocks} blocks have no other "
                             "copy yet, and the worker keeps what it has")
             return
-        if draining.scanning:
+        if not self._picture.knows(worker):  # blocks that are not known would go without having been copied
+            draining.is_unsure = True
+        elif draining.is_unsure and not draining.retire_asked:
+            draining.is_unsure = False
+            draining.begin_scan(self._picture.map.keys_of(worker))
+        elif draining.scanning:
             self._scan(draining, now)
         elif draining.retiring:
             self._retire(draining, out, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from services.store_manager.core.asking import Asker
 from services.store_manager.core.copying import Copier
@@ -88,11 +89,14 @@ class Keeper:
         begin = begin if begin < half else 0
         end = min(half, begin + self._policy.scan_blocks)
         self._scanned[worker] = end
-        keys = [key for i, key in zip(range(end), picture.map.keys_of(worker), strict=False) if i >= begin]
-        return [key for key in keys if not self._policy.is_warm(picture.heat.of(key, now=now))]
+        return [key for key in islice(picture.map.keys_of(worker), begin, end)
+                if not self._policy.is_warm(picture.heat.of(key, now=now))]
 
     def send_quotas(self, quotas: Mapping[str, int], out: list[Effect]) -> None:
-        """Everybody's budgets, to everybody: a worker that missed them, or is new, learns them all the same."""
+        """Everybody's budgets, to everybody: a worker that missed them, or is new, learns them all the same.
+
+        Not to one whose blocks are being taken in anew: it seems to hold less than it does, and would evict the rest.
+        """
         picture = self._picture
         capacity = {worker: peer.capacity_bytes for worker, peer in sorted(picture.fleet.peers.items())
                     if not picture.is_leaving(worker)}
@@ -102,4 +106,5 @@ class Keeper:
             for worker, nbytes in split_quota(quota, usage, capacity).items():
                 budgets[worker].append(TenantQuota(tenant=tenant, nbytes=nbytes))
         for worker, rows in budgets.items():
-            out.append(Publish(self._addresses.quotas(worker), Quotas(worker=worker, budgets=rows)))
+            if picture.knows(worker):
+                out.append(Publish(self._addresses.quotas(worker), Quotas(worker=worker, budgets=rows)))

@@ -141,7 +141,7 @@ class Picture:
             return False
         if now - max(since_s, self.started_s) > LEARN_LIMIT_S:
             return True
-        return not self._filling and all(self._feed.is_converged(worker) for worker in self.fleet.peers)
+        return all(map(self.knows, self.fleet.peers))
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when it contradicts itself."""
@@ -151,6 +151,10 @@ class Picture:
             raise Bug(f"planner: live members {sorted(live)} are not the peers {sorted(self.fleet.peers)}")
 
     # Reading.
+
+    def knows(self, worker: WorkerId) -> bool:
+        """Whether the map has all that the worker told of its blocks: it is not being told, or taken in, anew."""
+        return worker not in self._filling and self._feed.is_converged(worker)
 
     def is_leaving(self, worker: WorkerId) -> bool:
         """Whether its copies will be gone soon: it is drained, by order or by its own word."""

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import msgspec
 
+from services.store_manager.core.drains import OrdersRead
 from services.store_manager.core.events import Led, Unled
-from services.store_manager.core.orders import Orders, with_drain
+from services.store_manager.core.orders import Drain, Orders, with_drain
 from services.store_manager.core.policy import PlannerPolicy
+from shared.ids import Incarnation
 from shared.kv import unpack_keys
 from shared.messages import Protect, Replicate, Retire, StoredBlock, Trim
-from tests.support.pool_cluster import Cluster, Worker, chain
+from shared.store.events import EventLog
+from tests.support.pool_cluster import SPEC, Cluster, Worker, chain
 
 POLICY = PlannerPolicy(half_life_s=100.0, ramp_s=10.0)
 
@@ -222,7 +225,61 @@ def test_quotas_follow_where_the_blocks_are_and_reach_everybody_again_and_again(
     assert cluster.quotas["a"].budgets == []
 
 
+def forgetful(name: str, *, host: str = "h1") -> Worker:
+    """Tells all that it holds when it is asked, since it keeps no news."""
+    worker = Worker(name, host=host, capacity=5_000)
+    worker.log = EventLog(worker.id, worker.incarnation, SPEC.digest, lambda: worker.held.values(), kept=1)
+    return worker
+
+
+def test_who_is_being_taken_in_hears_no_budget_made_of_a_part_of_its_blocks() -> None:
+    a, b = Worker("a"), forgetful("b")
+    cluster = cluster_of(a, policy=replace(POLICY, fill_step=1, quota_s=0.01, orders_s=0.05))
+    unit = chain("x", 1)[0].nbytes
+    cluster.orders = msgspec.structs.replace(cluster.orders, quotas={"acme": 210 * unit})
+    cluster.run(20.0)
+    for name in ("x", "y"):
+        b.store(chain(name, 100), 0.0)
+    cluster.add(b)
+    budgets = []
+    for _ in range(50):
+        cluster.run(0.02)
+        budgets += [row.nbytes for row in cluster.quotas["b"].budgets] if "b" in cluster.quotas else []
+    assert budgets and min(budgets) >= 200 * unit, "the tenant is below its quota: nothing has to go"
+
+
 # Drains.
+
+def test_what_a_drained_worker_holds_is_known_before_it_lets_go() -> None:
+    a, b = Worker("a"), Worker("b", host="h2")
+    cluster = cluster_of(a, b, policy=replace(POLICY, drain_step_s=0.002))
+    cluster.store(a, chain("x", 20))
+    cluster.run(20.0)
+    a.stopped = True
+    cluster.until(lambda: cluster.planner.picture.life("a") is None)
+    a.stopped, cluster.delay_s = False, 0.05
+    cluster.feed(a.load())
+    cluster.drain(a)
+    cluster.feed(OrdersRead(cluster.orders, cluster.now))
+    assert cluster.planner.picture.map.blocks_of(a.id) == 0, "it was only just asked what it holds"
+    cluster.until(lambda: cluster.drained(a).state == "done")
+    assert cluster.drained(a).copied == 20 and len(b.held) == 20
+
+
+def test_a_drain_of_a_former_life_does_not_disturb_the_new_ones() -> None:
+    a, b = Worker("a"), Worker("b", host="h2")
+    cluster = cluster_of(a, b, policy=replace(POLICY, copy_bytes_per_s=1e4))
+    cluster.store(a, chain("x", 200))
+    cluster.drain(a)
+    cluster.until(lambda: asked(cluster, Replicate))
+    before = Drain(worker=a.id, incarnation=Incarnation("0"), ordered_at_s=cluster.now - 9.0, timeout_s=60.0)
+    cluster.orders = msgspec.structs.replace(cluster.orders, drains=[before, *cluster.orders.drains])
+    cluster.run(1.0)
+    assert cluster.orders.drains[0].state == "failed" and cluster.planner.picture.is_leaving(a.id)
+    ordered = [row for row in cluster.planner.describe(50, leader="m1", now=cluster.now).decisions
+               if row.why == "ordered"]
+    assert len(ordered) == 1, "it goes on, it does not begin anew"
+
 
 def test_a_drain_copies_last_copies_out_and_lets_go() -> None:
     a, b, c = Worker("a"), Worker("b", host="h2"), Worker("c", host="h3")
