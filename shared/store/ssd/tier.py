@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -92,6 +93,10 @@ class SsdTier:
         self._writer = DiskThreads("ssd-write", count=1, limit=_WRITES)
         self._doomed: set[BlockKey] = set()
         """Lost blocks that are still pinned: told as evicted, matched no more, dropped when their pins end."""
+        self._stale: deque[int] = deque()
+        """Slots whose records are to be erased: by one job of the writing thread, however many they become."""
+        self._will_erase = False
+        """Does that job wait, or has it not looked yet?"""
         self._full_until_s = -math.inf
         self._background: set[asyncio.Task[None]] = set()
         self.on_stored: Callable[[Sequence[StoredBlock]], None] = lambda blocks: None
@@ -112,14 +117,14 @@ class SsdTier:
             yield None
             return
         try:
-            slots = await asyncio.to_thread(
-                SlotFiles.open, directory, spec, max_slots=most, files=files or DiskFiles())
+            slots, pool = await asyncio.to_thread(
+                _open, directory, spec, most, files or DiskFiles(), clock.monotonic())
         except OSError as error:
             metrics.SSD_FAILURES.labels(call="open", why="error").inc()
             log.error("action=ssd_unusable dir=%s error=%s", directory, error)
             yield None
             return
-        tier = cls(slots, _restored(slots, most, clock), settings, spec, clock)
+        tier = cls(slots, pool, settings, spec, clock)
         found = slots.found
         metrics.SSD_RESTORED_BLOCKS.labels(what="usable").inc(len(found.records))
         metrics.SSD_RESTORED_BLOCKS.labels(what="damaged").inc(found.damaged)
@@ -433,17 +438,31 @@ class SsdTier:
             self._erase([slots[key] for key in gone])
 
     def _erase(self, slots: Sequence[int]) -> None:
-        """Forgets on the disk what the slots held. If that fails, a restart finds blocks that are good all the same."""
+        """Forgets on the disk what the slots held. If that fails, a restart finds blocks that are good all the same.
+
+        The job is ahead of whatever fills these slots again.
+        """
         def erase() -> None:
-            for slot in slots:
+            self._will_erase = False  # before it looks: what is added later has a job of its own
+            failed = False
+            while True:
                 try:
-                    self._slots.erase(slot)
+                    slot = self._stale.popleft()
+                except IndexError:
+                    return
+                try:
+                    if not failed:
+                        self._slots.erase(slot)
                 except OSError as error:
                     log.warning("action=ssd_erase_failed slot=%d error=%s", slot, error)
-                    return
+                    failed = True  # the others are forgotten here too: erased later, they might hold something else
 
-        if slots:
-            self._writer.submit(erase)
+        self._stale.extend(slots)
+        if slots and not self._will_erase:
+            self._will_erase = True
+            if self._writer.submit(erase) is None:
+                self._will_erase = False
+                self._stale.clear()
 
     def _end(self, operation: OperationId) -> None:
         self.pool.release(operation)
@@ -479,14 +498,24 @@ class SsdTier:
         return True
 
 
-def _restored(slots: SlotFiles, most: int, clock: Clock) -> BlockPool:
+def _open(directory: Path, spec: CacheSpec, most: int, files: Files, now: float) -> tuple[SlotFiles, BlockPool]:
+    """The files and what they held; on a thread, since a large index takes seconds. Raises what the files raise."""
+    slots = SlotFiles.open(directory, spec, max_slots=most, files=files)
+    try:
+        return slots, _restored(slots, most, now)
+    except BaseException:
+        slots.close()
+        raise
+
+
+def _restored(slots: SlotFiles, most: int, now: float) -> BlockPool:
     """A pool with what was found, each in its slot; slots without room on the disk belong to ``_UNBACKED``.
 
     Its policy is LRU whatever memory's is: that one chose what is written, and the order of writing is the order in
     which memory gave it up.
     """
     pool, found = BlockPool(most, Lru()), slots.found.records
-    now, restoring = clock.monotonic(), OperationId("restore")
+    restoring = OperationId("restore")
     pool.allocate(_UNBACKED, most, now=now - 1.0)
     pool.move(range(slots.ready_slots), _UNBACKED, restoring)
     for number, (slot, held) in enumerate(found):
