@@ -255,7 +255,7 @@ COUNT_REUSE = text("""
     ), used AS (
         SELECT c.key, count(*) AS times, max(c.used_at) AS used_at
         FROM chain c JOIN whole USING (request) JOIN cache_spec s ON s.digest = c.spec
-        WHERE (c.depth + 1) * s.block_tokens <= c.hit_tokens
+        WHERE (c.depth + 1::bigint) * s.block_tokens <= c.hit_tokens
         GROUP BY c.key
     ), counted AS (
         INSERT INTO kv_use AS old (key, hits, heat, last_used_at)

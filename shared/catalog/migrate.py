@@ -83,7 +83,7 @@ async def require_schema(database: Database) -> None:
 
 
 async def _with_database(url: str, revision: str | None) -> str:
-    async with connect(url) as database:
+    async with connect(url, statement_s=None) as database:  # a step may rewrite a large table
         if revision is not None:
             return await upgrade_database(database, revision)
         return await current_revision(database) or ""

@@ -18,6 +18,9 @@ AHEAD_S = 2 * 24 * HOUR_S
 """Partitions are made this long ahead, so that a store-manager may be away for a weekend."""
 AHEAD = 8
 """But never more than these many at once."""
+MOST_MOVED = 64 * 2**20
+"""Bytes that a new partition takes over from ``<table>_rest`` at most: writers wait meanwhile. With more there, the
+first partition begins after now, and what lies in the rest stays until it is too old."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class Plan:
     """Earliest first."""
 
 
-def plan(table: str, partitions: Sequence[Partition], *, now_s: float, keep_s: float, max_bytes: int) -> Plan:
-    """The partitions of ``table`` that should go and come.
+def plan(table: str, partitions: Sequence[Partition], *, now_s: float, keep_s: float, max_bytes: int,
+         rest_bytes: int = 0) -> Plan:
+    """The partitions of ``table`` that should go and come; ``rest_bytes`` lie outside of all.
 
     What is being written to (the partition of now, and later ones) never goes.
     """
@@ -72,13 +76,15 @@ def plan(table: str, partitions: Sequence[Partition], *, now_s: float, keep_s: f
             break
         drop.append(partition)
         total -= partition.nbytes
-    return Plan(tuple(drop), tuple(_ahead(table, ordered, now_s=now_s, max_bytes=max_bytes)))
+    return Plan(tuple(drop), tuple(_ahead(table, ordered, now_s=now_s, max_bytes=max_bytes, rest_bytes=rest_bytes)))
 
 
-def _ahead(table: str, ordered: Sequence[Partition], *, now_s: float, max_bytes: int) -> list[Partition]:
+def _ahead(table: str, ordered: Sequence[Partition], *, now_s: float, max_bytes: int,
+           rest_bytes: int) -> list[Partition]:
     length_s = _length_s(ordered, now_s=now_s, max_bytes=max_bytes)
     current = [partition for partition in ordered if partition.stop_s > now_s]
-    start_s = max(now_s // length_s * length_s, *(partition.stop_s for partition in ordered), 0.0)
+    first_s = (now_s // length_s + (rest_bytes > MOST_MOVED)) * length_s
+    start_s = max(first_s, *(partition.stop_s for partition in ordered), 0.0)
     made: list[Partition] = []
     while start_s < now_s + AHEAD_S and len(made) + len(current) < AHEAD:
         # Ends where a longer stretch would, so that lengths may change back.

@@ -26,8 +26,9 @@ URL_FORM = "a URL like postgresql://user:password@host:5432/database"
 _UNWRITABLE_CLASSES = ("22", "23", "54")
 """SQLSTATE classes: bad data, broken constraint, value too large."""
 
-_COLLISIONS = ("40001", "40P01")
-"""SQLSTATEs of a transaction that was undone for another's sake: serialization failure, deadlock."""
+_COLLISIONS = ("40001", "40P01", "55P03")
+"""SQLSTATEs of a transaction that was undone for another's sake: serialization failure, deadlock, a lock that was not
+to be had in time."""
 
 SESSION = {
     "application_name": "moonbus",
@@ -83,12 +84,12 @@ class Database:
 
 
 @asynccontextmanager
-async def connect(url: str, *, connections: int = 4, connect_s: float = 5.0, statement_s: float = 60.0,
-                  ) -> AsyncIterator[Database]:
+async def connect(url: str, *, connections: int = 4, connect_s: float = 5.0,
+                  statement_s: float | None = 60.0) -> AsyncIterator[Database]:
     """A :class:`Database`; nothing is opened before its first use, everything is closed at the end.
 
     At most ``connections`` are open at a time; connecting takes at most ``connect_s`` seconds and a statement
-    ``statement_s``. Raises ``SettingError`` when ``url`` is none.
+    ``statement_s`` (as long as it likes, if that is ``None``). Raises ``SettingError`` when ``url`` is none.
     """
     parsed = parse_url(url)
     arguments: dict[str, Any] = {"timeout": connect_s, "command_timeout": statement_s,

@@ -3,6 +3,7 @@ sampled. A bounded piece at a time, each in a transaction of its own, so that it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from shared.catalog import upkeep_sql as sql
 from shared.catalog.fold import moment
 from shared.catalog.models import PARTITIONED
 from shared.catalog.retention import HOUR_S, Partition, Retention, plan
-from shared.catalog.session import Database
+from shared.catalog.session import Collided, Database
 
 ROWS_AT_A_TIME = 5_000
 """Rows that one piece of work deletes."""
@@ -43,6 +44,8 @@ class Upkeep:
     more: bool = False
     """There is more to do now: call again soon."""
 
+
+_log = logging.getLogger(__name__)
 
 _Piece = Callable[[AsyncConnection, float], Awaitable[tuple[int, bool]]]
 """Does one piece of work in a transaction; how many rows, and whether there is more."""
@@ -83,27 +86,41 @@ class Upkeeper:
         async with self._database.transaction() as connection:
             found = [Partition(row.relname, row.start_s, row.stop_s, row.nbytes)
                      for row in (await connection.execute(sql.PARTITIONS, {"table": table})).all()]
-        todo = plan(table, found, now_s=now_s, keep_s=keep_s, max_bytes=self._retention.history_bytes)
-        for partition in todo.drop:
-            await self._change(sql.DROP.format(name=partition.name))
+            rest_bytes = (await connection.execute(sql.REST_BYTES, {"table": table})).scalar_one()
+        todo = plan(table, found, now_s=now_s, keep_s=keep_s, max_bytes=self._retention.history_bytes,
+                    rest_bytes=rest_bytes)
         column = PARTITIONED[table]
-        for partition in todo.make:
-            await self._change(*(statement.format(
-                table=table, name=partition.name, column=column, start=partition.start_s, stop=partition.stop_s,
-                start_text=_utc(partition.start_s), stop_text=_utc(partition.stop_s)) for statement in sql.MAKE))
+        changes = [(sql.DROP.format(name=partition.name),) for partition in todo.drop]
+        changes += [tuple(statement.format(
+            table=table, name=partition.name, column=column, start=partition.start_s, stop=partition.stop_s,
+            start_text=_utc(partition.start_s), stop_text=_utc(partition.stop_s)) for statement in sql.MAKE)
+            for partition in todo.make]
+        done = 0
+        for change in changes:
+            if not await self._change(*change):
+                break
+            done += 1
         async with self._alone() as connection:
             trimmed = 0 if connection is None else (await connection.execute(
                 text(sql.TRIM_REST.format(table=table, column=column)),
                 {"oldest": moment(now_s - keep_s), "newest": moment(now_s + keep_s), "most": ROWS_AT_A_TIME},
             )).scalar_one()
-        return len(todo.make), len(todo.drop), trimmed
+        dropped = min(done, len(todo.drop))
+        return done - dropped, dropped, trimmed
 
-    async def _change(self, *statements: str) -> None:
-        async with self._alone() as connection:
-            if connection is not None:
+    async def _change(self, *statements: str) -> bool:
+        """Whether it could be done: not while somebody else does upkeep, or reads the table (a dump, say)."""
+        try:
+            async with self._alone() as connection:
+                if connection is None:
+                    return False
                 await connection.execute(sql.PATIENCE)
                 for statement in statements:
                     await connection.execute(text(statement))
+        except Collided as error:
+            _log.info("partition_not_changed", extra={"fields": {"why": error}})
+            return False
+        return True
 
     async def _pieces(self, piece: _Piece, now_s: float) -> tuple[int, bool]:
         """Rows, and whether there is more."""

@@ -10,7 +10,8 @@ LOCK = 0x6D6F6F6F
 TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
 
 PATIENCE = text("SET LOCAL lock_timeout = '2s'")
-"""Making and dropping partitions needs a moment without readers; better later than everybody waiting behind us."""
+"""Making and dropping partitions needs a moment without readers; better in the next round than everybody waiting
+behind us."""
 
 PARTITIONS = text("""
     SELECT relname, pg_total_relation_size(oid) AS nbytes,
@@ -23,6 +24,9 @@ PARTITIONS = text("""
     WHERE bounds IS NOT NULL ORDER BY start_s
 """)
 """Partitions of ``:table`` but the one for the rest."""
+
+REST_BYTES = text("SELECT pg_total_relation_size(CAST(CAST(:table AS text) || '_rest' AS regclass))")
+"""What lies in no partition of ``:table``, with its indexes."""
 
 # Names and times in these are ours: identifiers cannot be binds.
 DROP = "DROP TABLE IF EXISTS {name}"

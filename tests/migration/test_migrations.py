@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from asyncio.subprocess import PIPE
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -14,7 +16,7 @@ from sqlalchemy import text
 from shared.catalog import migrate
 from shared.catalog.models import PARTITIONED, Base
 from shared.catalog.repository import Catalog, Inventory
-from shared.catalog.session import connect
+from shared.catalog.session import Database, connect
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId
 from shared.messages import Stored, StoredBlock
 from shared.store.digest import BUCKETS
@@ -59,6 +61,21 @@ async def test_two_processes_at_once_take_turns(postgres_url: str) -> None:
     outputs = [await process.communicate() for process in processes]
     assert [(process.returncode, output.decode()) for process, (output, _) in zip(processes, outputs, strict=True)] == [
         (0, migrate.head())] * 2
+
+
+async def test_a_step_over_large_tables_takes_as_long_as_it_takes(
+        postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def connect_as_ever(url: str, **options: Any) -> AbstractAsyncContextManager[Database]:
+        limits.append(options)
+        return connect(url, **options)
+
+    monkeypatch.setattr(migrate, "connect", connect_as_ever)
+    await asyncio.to_thread(migrate.upgrade, postgres_url)
+    assert limits == [{"statement_s": None}]
+    async with connect(postgres_url, statement_s=None) as database, database.transaction() as connection:
+        await connection.execute(text("SELECT pg_sleep(0.1)"))
 
 
 async def test_without_a_loop(postgres_url: str) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.catalog.retention import AHEAD, AHEAD_S, HOUR_S, Partition, plan
+from shared.catalog.retention import AHEAD, AHEAD_S, HOUR_S, MOST_MOVED, Partition, plan
 
 DAY_S = 24 * HOUR_S
 NOW_S = 1000 * DAY_S + 5 * HOUR_S
@@ -29,6 +29,14 @@ def test_the_old_ones_go_and_the_large_ones() -> None:
     assert [part.name for part in by_size.drop] == [str(day) for day in range(990, 999)]
     everything = plan("t", days, now_s=NOW_S, keep_s=50 * DAY_S, max_bytes=1)
     assert [part.name for part in everything.drop] == [str(day) for day in range(990, 1000)], "not what is written to"
+
+
+def test_what_is_too_much_to_be_moved_stays_in_the_rest() -> None:
+    few = plan("t", [], now_s=NOW_S, keep_s=DAY_S, max_bytes=10**9, rest_bytes=MOST_MOVED).make
+    assert few[0].start_s == 1000 * DAY_S
+    many = plan("t", [], now_s=NOW_S, keep_s=DAY_S, max_bytes=10**9, rest_bytes=MOST_MOVED + 1).make
+    assert [part.start_s for part in many] == [1001 * DAY_S, 1002 * DAY_S]
+    assert plan("t", many, now_s=NOW_S, keep_s=DAY_S, max_bytes=10**9, rest_bytes=MOST_MOVED + 1).make == ()
 
 
 def test_a_fast_table_gets_short_ones() -> None:
