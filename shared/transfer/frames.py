@@ -38,6 +38,8 @@ MAX_SPANS = 512
 MAX_SPAN_BYTES = 64 << 20
 MAX_PARTS = 1 << 16
 """Parts of one span."""
+MAX_CLAIM_PARTS = 1 << 17
+"""Parts of all spans of one claim: the receiver looks at each while nobody else may look into its books."""
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ATTACHED = 16
 """Descriptors that ride on one COPY; the kernel passes at most 253 at a time."""
@@ -332,6 +334,8 @@ def _check_claim(claim: Claim) -> None:
             raise FrameError("parts of a span overlap, or are none that can be copied")
         if payload > MAX_PAYLOAD_BYTES:
             raise FrameError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD_BYTES}")
+        if (parts := sum(span.count for span in spans)) > MAX_CLAIM_PARTS:
+            raise FrameError(f"{parts} parts of spans exceed {MAX_CLAIM_PARTS}")
     if claim.checksums and len(claim.checksums) != len(spans):
         raise FrameError(f"{len(claim.checksums)} checksums for {len(spans)} spans")
     if isinstance(claim, Copy) and len(claim.sources) != len(spans):

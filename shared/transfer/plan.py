@@ -17,7 +17,7 @@ import msgspec
 
 from shared.messages import Endpoint
 from shared.transfer.addresses import DeviceAddress
-from shared.transfer.frames import MAX_PARTS, MAX_SPANS, Span
+from shared.transfer.frames import MAX_CLAIM_PARTS, MAX_PARTS, MAX_SPANS, Span
 from shared.transfer.types import Slice
 
 PIECE_BYTES = 8 << 20
@@ -53,14 +53,14 @@ def plan_batches(slices: Mapping[int, Slice], *, join: bool, strided: bool = Fal
     """Cuts and joins ``{index: slice}`` into batches; slices of no bytes appear in none."""
     batches: list[Batch] = []
     pieces: list[Piece] = []
-    filled = 0
+    filled = parts = 0
     for piece in _pieces(slices, join, strided, min(piece_bytes, batch_bytes)):
-        length = piece.remote.nbytes
-        if pieces and (filled + length > batch_bytes or len(pieces) == max_pieces):
+        length, count = piece.remote.nbytes, piece.remote.count
+        if pieces and (filled + length > batch_bytes or parts + count > MAX_CLAIM_PARTS or len(pieces) == max_pieces):
             batches.append(Batch(tuple(pieces), filled))
-            pieces, filled = [], 0
+            pieces, filled, parts = [], 0, 0
         pieces.append(piece)
-        filled += length
+        filled, parts = filled + length, parts + count
     if pieces:
         batches.append(Batch(tuple(pieces), filled))
     return batches

@@ -98,6 +98,18 @@ def test_parts_of_a_span_have_bounds(kind: Kind, span: list[object], checksums: 
         frames.decode(kind, msgspec.msgpack.encode([1, "op", "i", b"t", 500, [span], None, checksums, *tail]))
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_parts_of_all_spans_have_a_bound(more: int) -> None:
+    full = frames.MAX_CLAIM_PARTS // frames.MAX_PARTS
+    spans = [["kv", 0, 1, frames.MAX_PARTS, 2]] * full + [["kv", 0, 1]] * more
+    body = [1, "op", "i", b"t", 500, spans, None, [], [[1, 0]] * len(spans), [], 0.0]
+    if more:
+        with pytest.raises(FrameError, match="parts of spans exceed"):
+            frames.decode(Kind.COPY, msgspec.msgpack.encode(body))
+    else:
+        assert isinstance(frames.decode(Kind.COPY, msgspec.msgpack.encode(body)), frames.Copy)
+
+
 def test_a_copy_names_a_source_for_each_span() -> None:
     data = msgspec.msgpack.encode([1, "op", "i", b"t", 500, [["kv", 0, 1]], None, [], [], [], 0.0])
     with pytest.raises(FrameError, match="0 sources for 1 spans"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.messages import Endpoint, Range
 from shared.transfer.addresses import DeviceAddress
-from shared.transfer.frames import Span
+from shared.transfer.frames import MAX_CLAIM_PARTS, MAX_PARTS, Span
 from shared.transfer.plan import (
     RULES,
     Choice,
@@ -98,6 +98,13 @@ def test_layers_of_blocks_become_whole_blocks_where_parts_cannot_be_said() -> No
     assert [piece.remote for piece in batch.pieces] == [Span("kv", 1000, 10, 3, 40), Span("kv", 1020, 20, 3, 40)]
     batch, = plan_batches(layers, join=False, strided=True)
     assert [piece.indexes for piece in batch.pieces] == [(0,), (2,), (3,)]
+
+
+def test_a_batch_has_no_more_parts_than_a_claim_may_have() -> None:
+    tiny = {i: strided(i * 4 * MAX_PARTS, i * 4 * MAX_PARTS, 1, MAX_PARTS, 2) for i in range(5)}
+    batches = plan_batches(tiny, join=False, strided=True)
+    assert [sum(piece.remote.count for piece in batch.pieces) for batch in batches] == [
+        MAX_CLAIM_PARTS, MAX_CLAIM_PARTS, MAX_PARTS]
 
 
 def test_slices_of_two_segments_are_not_joined() -> None:
