@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from shared.bus.subjects import KV_DIGEST, KV_EVICTED, KV_STORED, KV_SYNC, PUSH
 from shared.clock import Clock
 from shared.errors import BusError, NoResponders, RequestTimeout
 from shared.ids import BlockKey, Incarnation, OperationId, RequestId, WorkerId, fresh
-from shared.kv import CacheSpec, Tier, pack_keys, unpack_keys
+from shared.kv import KEY_BYTES, CacheSpec, Tier, pack_keys, unpack_keys
 from shared.messages import (
     DigestReply,
     Evicted,
+    KvEvent,
     PushBlocks,
     Pushed,
     Range,
@@ -225,7 +227,6 @@ class StoreAgent:
             if block.tier is Tier.SSD:  # a copy of one that was counted
                 self._uncopied.pop(block.key, None)
                 continue
-            metrics.KV_STORED_BLOCKS.labels(origin=block.origin).inc()
             if self.ssd is not None and not self.ssd.has(block.key):
                 self._uncopied[block.key] = None
         self._pending.extend(blocks)
@@ -236,7 +237,6 @@ class StoreAgent:
         """Queues the news of evicted blocks."""
         if keys:
             self._pending.extend(Gone(key, reason, tier) for key in keys)
-            metrics.KV_EVICTED_BLOCKS.labels(reason=reason).inc(len(keys))
             self._wake.set()
         for key in keys if tier is Tier.DRAM else ():
             self._uncopied.pop(key, None)
@@ -538,6 +538,7 @@ class StoreAgent:
             pending, self._pending = self._pending, []
             at_s = self._clock.wall()
             for event in self._log.number(pending, at_s=at_s):
+                _count(event)
                 subject = KV_EVICTED if isinstance(event, Evicted) else KV_STORED
                 try:
                     await self._bus.publish(subject.at(worker=self._worker), event)
@@ -604,6 +605,14 @@ class StoreAgent:
     def _slices(self, slots: Sequence[int], ranges: Sequence[Range]) -> list[Slice]:
         return [Slice(self._segment, self.range(slot).offset, place)
                 for slot, place in zip(slots, ranges, strict=False)]
+
+
+def _count(event: KvEvent) -> None:
+    if isinstance(event, Evicted):
+        metrics.KV_EVICTED_BLOCKS.labels(reason=event.reason).inc(len(event.keys) // KEY_BYTES)
+        return
+    for origin, count in Counter(block.origin for block in event.blocks if block.tier is not Tier.SSD).items():
+        metrics.KV_STORED_BLOCKS.labels(origin=origin).inc(count)
 
 
 def set_levels(agents: Sequence[StoreAgent]) -> None:

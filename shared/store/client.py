@@ -58,6 +58,7 @@ class _Calls:
         """Identity and size of the values."""
         self._directory, self._loop, self._settings = directory, loop, settings
         self._root = root_key(spec, tenant)
+        self._is_opaque, self._value_root = spec.is_opaque, self._root + b"value\n"
         self._nbytes = spec.block_bytes
         self._name = client
         self._native = find_native(settings)
@@ -172,21 +173,26 @@ class _Calls:
         return [self._key(key) for key in self._batch(keys)]
 
     def _key(self, key: Key) -> BlockKey:
-        if self.spec.is_opaque or isinstance(key, Block):
+        if isinstance(key, Block):
             return BlockKey(self._block(key).key)
+        if self._is_opaque:
+            return self._value_key(key)
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise BadKey(f"{key!r} is no key of KV: it has {KEY_BYTES} bytes, or is a block of a chain")
         return BlockKey(key)
 
     def _block(self, key: Key) -> Block:
         if isinstance(key, Block):
-            if self.spec.is_opaque:
+            if self._is_opaque:
                 raise BadKey(f"a block of KV is no key of {self.spec.model}, whose values are none")
             return key
-        if not self.spec.is_opaque:
+        if not self._is_opaque:
             raise BadKey(f"{key!r} does not say which block of which chain it is; see `chain`")
+        return Block(self._value_key(key), self._root)
+
+    def _value_key(self, key: str | bytes) -> BlockKey:
         data = key.encode() if isinstance(key, str) else key
-        return Block(hashlib.sha256(self._root + b"value\n" + data).digest(), self._root)
+        return BlockKey(hashlib.sha256(self._value_root + data).digest())
 
     def _renewed(self, kept: _Kept) -> _Kept:
         if kept.holds:

@@ -142,11 +142,7 @@ class Core:
         reached = False
         why: Exception | None = None
         while True:
-            groups: dict[Seat, list[int]] = {}
-            for i in left:
-                seat = self._next(keys[i], asked[i])
-                if seat is not None:
-                    groups.setdefault(seat, []).append(i)
+            groups = self._groups(keys, asked, left)
             if not groups:
                 break
             for seat, wanted in groups.items():
@@ -168,6 +164,19 @@ class Core:
         if not reached and isinstance(why, StoreError):
             raise why
         return found
+
+    def _groups(self, keys: Sequence[BlockKey], asked: Sequence[set[WorkerId]],
+                left: Sequence[int]) -> dict[Seat, Sequence[int]]:
+        """Whom to ask now, for what."""
+        seats = self._map.seats
+        if len(left) == len(keys) and len(seats) == 1:  # all of them, of the only one there is, unless it was asked
+            return {} if not left or asked[0] else {seats[0]: left}
+        groups: dict[Seat, list[int]] = {}
+        for i in left:
+            seat = self._next(keys[i], asked[i])
+            if seat is not None:
+                groups.setdefault(seat, []).append(i)
+        return dict(groups)
 
     def _next(self, key: BlockKey, asked: set[WorkerId]) -> Seat | None:
         for seat in self._map.owners(key):

@@ -62,6 +62,8 @@ INLINE_BYTES = 512 << 10
 WATCH_S = 0.1
 MAX_VISITS = 512
 MAX_STOCK = 64
+RESTOCK = 8
+"""Slots at least of a new stock: to make room for one at a time takes longer than to take a short value."""
 STOCK_IDLE_S = 0.5
 """A stock that nobody used for so long goes back to the pool."""
 MAX_LOANS = 64
@@ -69,6 +71,9 @@ MAX_LOANS = 64
 MAX_PINS = 1024
 """Pin operations of one connection."""
 _DRAIN_BYTES = 256 << 10
+_APART_S = 1e-9
+"""Between the uses of values that were stored together: so they go in the order in which they lie, and what comes in
+their place lies together too, which makes it one copy."""
 _T = TypeVar("_T")
 _NO, _YES, _ORPHAN = int(frames.Mark.NO), int(frames.Mark.YES), int(frames.Mark.ORPHAN)
 _HITS, _MISSES, _PUTS = (metrics.STORE_DOOR_VALUES.labels(kind=kind) for kind in ("hit", "miss", "put"))
@@ -678,7 +683,7 @@ class Door:
         operation, now = self._operation(visit), self._clock.monotonic()
         pool.move(slots, visit.stock_operation, operation)
         marks: list[int] = []
-        for block, slot in zip(ask.blocks, slots, strict=True):
+        for i, (block, slot) in enumerate(zip(ask.blocks, slots, strict=True)):
             key, parent = BlockKey(block.key), BlockKey(block.parent)
             if pool.block(key) is not None:
                 marks.append(_NO)
@@ -688,7 +693,7 @@ class Door:
                 stored = StoredBlock(
                     key=key, parent=parent, depth=block.depth, nbytes=self._block_bytes, origin="received",
                     source=WorkerId(enter.client), tenant=enter.tenant, tokens=block.tokens)
-                pool.seal(operation, slot, stored, now=now)
+                pool.seal(operation, slot, stored, now=now + i * _APART_S)
                 visit.news.append(stored)
                 marks.append(_YES)
         visit.over.append((operation, len(slots)))
@@ -706,15 +711,17 @@ class Door:
             self._restock(visit, count)
 
     def _restock(self, visit: _Visit, count: int) -> None:
-        """As much as was just used, as long as that is a small part of what there is."""
+        """For what was just used once more, as long as that is a small part of what there is."""
         visit.stocked_s = host_clock_s()
-        count = min(count, MAX_STOCK) - len(visit.stock)
-        if count <= 0 or visit.ended or self._agent.is_retired:
+        count = min(count, MAX_STOCK)
+        if len(visit.stock) >= count or visit.ended or self._agent.is_retired:
             return
+        count = max(count, RESTOCK) - len(visit.stock)
         count = min(count, self._agent.pool.available // 8 - self._stocks())
         if count > 0:
             assert visit.enter is not None
-            visit.stock.extend(self._agent.allocate(visit.stock_operation, count, tenant=visit.enter.tenant) or ())
+            visit.stock.extend(sorted(
+                self._agent.allocate(visit.stock_operation, count, tenant=visit.enter.tenant) or ()))
 
     def _stocks(self) -> int:
         """Slots of all stocks."""
