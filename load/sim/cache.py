@@ -15,7 +15,8 @@ from shared.messages import KvEvent, StoredBlock
 from shared.store.blocks import BlockPool
 from shared.store.events import EventLog
 
-_ROOT = BlockKey(bytes(32))
+_ROOT = BlockKey(b"\xff" * 32)
+"""No key of a trace: these are 16 bytes of hash id and 16 of the repetition, and neither gets that large."""
 _KEPT_BATCHES = 32
 """Batches at hand for those who missed some; older questions get everything."""
 

@@ -23,7 +23,7 @@ from rich.table import Table as Grid
 from load import plots
 from load.record import read_run
 from load.sim import figures, paper
-from load.sim.experiment import DISCIPLINES, Result, RunOptions, load_trace, simulate
+from load.sim.experiment import ORDERS, Result, RunOptions, load_trace, simulate
 from load.sim.faults import parse_fault
 from load.sim.fit import fit_profile
 from load.sim.many import GOOD_SHARE, find_knee
@@ -60,8 +60,9 @@ SsdTokens = Annotated[int, typer.Option(min=0, help="Tokens of KV on a prefill n
 PolicyName = Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")]
 AdmissionName = Annotated[str, typer.Option("--admission", help=(
     f"One of {', '.join(ADMISSIONS)}; {OURS} goes by its own rules unless it is none."))]
-Queue = Annotated[str, typer.Option(help=f"Order in prefill queues, one of {', '.join(DISCIPLINES)}; unless given "
-                                         f"aged for {OURS} and fcfs for others; aged:0.1 sets what waiting counts.")]
+Queue = Annotated[str, typer.Option(help=f"Order in prefill queues, one of {', '.join(ORDERS)}; unless given "
+                                         f"bounded for {OURS} and fcfs for others; aged:0.1 and "
+                                         "bounded:20:40 set what waiting counts and what bounds it.")]
 RateScale = Annotated[float, typer.Option(help="2 sends twice as fast as the trace did.")]
 TtftSlo = Annotated[str, typer.Option(help="Bound on TTFT: like 30s, or 1s+3x for a second and three times the "
                                            "prompt's own uncached prefill.")]

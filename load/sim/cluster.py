@@ -14,7 +14,6 @@ from typing import Any
 
 from load.sim.cache import NodeCache
 from load.sim.decode import DecodeNode
-from load.sim.discipline import Discipline
 from load.sim.driver import VirtualDriver
 from load.sim.loop import Loop
 from load.sim.network import Network, Port
@@ -41,6 +40,7 @@ from shared.messages import (
     Since,
     Source,
 )
+from shared.order import Order
 
 _MOST_ATTEMPTS = 3
 _NOTICE_S = 3.0
@@ -59,7 +59,8 @@ class ClusterOptions:
     block_tokens: int
     policy: str = "moonbus"
     admission: str = "none"
-    discipline: Discipline
+    order: Order
+    """Of the prefill queues; conductors know it."""
     nic_gbps: float | None = None
     """Each way, per node; the profile's when ``None``."""
     dram_tokens: int | None = None
@@ -174,7 +175,7 @@ class Cluster:
                               ssd_blocks=options.ssd_tokens * scale // options.block_tokens,
                               block_bytes=self._spec.block_bytes, block_tokens=options.block_tokens,
                               announce=self._tell)
-            self.prefill[name] = PrefillNode(place, self.loop, self._network, profile, cache, options.discipline, self)
+            self.prefill[name] = PrefillNode(place, self.loop, self._network, profile, cache, options.order, self)
         else:
             self.decode[name] = DecodeNode(place, self.loop, profile, self._finished)
         self.loop.after(options.heartbeat_s * self._rng.random(), self._beat, name, life)
@@ -216,7 +217,7 @@ class Cluster:
         conductor = _conductor_id(number)
         beat_s = options.heartbeat_s
         policy = Policy(suspect_after_s=2.5 * beat_s, dead_after_s=6 * beat_s,
-                        max_queue_s=1e9 if not options.asks_slo else 60.0, candidates=8)
+                        max_queue_s=1e9 if not options.asks_slo else 60.0, candidates=8, order=options.order)
         seed = options.seed * 1000 + number
         machine = Conductor(conductor, Names(), policy, seed=seed, placer=make_policy(
             options.policy, options.admission, conductor, policy, seed=seed))

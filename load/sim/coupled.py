@@ -23,7 +23,8 @@ from shared.ids import BlockKey
 from shared.messages import StoredBlock
 from shared.store.blocks import BlockPool
 
-_ROOT = BlockKey(bytes(32))
+_ROOT = BlockKey(b"\xff" * 32)
+"""No key of a trace, see :mod:`load.sim.cache`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from load.sim.cluster import Cluster, ClusterOptions, check_possible
 from load.sim.coupled import CoupledCluster, CoupledOptions
-from load.sim.discipline import Discipline, aged, deadline, fair, fcfs, srpt
 from load.sim.faults import Fault
 from load.sim.loop import Loop
 from load.sim.outcome import Objective, Outcomes, Summary
@@ -22,13 +21,12 @@ from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Arrival, Trace, read
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
 from shared.ids import BlockKey
+from shared.order import FCFS, ORDER, SRPT, Order, aged
 from shared.units import parse_seconds
 
-DISCIPLINES = ("fcfs", "srpt", "aged", "fair", "deadline")
+ORDERS = ("fcfs", "srpt", "aged", "bounded")
 AGING = 0.05
 """Of ``aged``, unless given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
-DEADLINE_SLACK_S, DEADLINE_STRETCH = 1.0, 3.0
-"""Of ``deadline``: the first token is due after a second and three times the prompt's own prefill."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
 _STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9.]+)\s*x")
@@ -57,7 +55,7 @@ class RunOptions:
     policy: str = OURS
     admission: str = "none"
     queue: str = ""
-    """Discipline of the prefill queues; the policy's own when empty."""
+    """Order of the prefill queues; the policy's own when empty."""
     rate_scale: float = 1.0
     ttft_slo: str = "30s"
     """Like ``30s``, or ``1s+3x``: a second and three times the prompt's own uncached prefill."""
@@ -139,34 +137,34 @@ def simulate(trace: Trace, options: RunOptions, *, progress: Progress | None = N
     return Result(options, trace.name, summary, outcomes, curve, is_given_up=outcomes.ended < expected)
 
 
-def discipline_of(options: RunOptions, profile: NodeProfile) -> Discipline:
+def order_of(options: RunOptions) -> Order:
     """The order of the prefill queues: others' policies are run as published, first come, first served."""
-    name, _, amount = (options.queue or ("aged" if options.policy == OURS else "fcfs")).partition(":")
-    match name:
-        case "fcfs":
-            return fcfs()
-        case "srpt":
-            return srpt()
-        case "aged":
-            return aged(_aging(amount) if amount else AGING)
-        case "fair":
-            objective = options.objective()
-            return fair(slack_s=objective.ttft_s, stretch=objective.stretch,
-                        whole_s=lambda job: profile.prefill_s(job.num_tokens))
-        case "deadline":
-            return deadline(_aging(amount) if amount else AGING, slack_s=DEADLINE_SLACK_S, stretch=DEADLINE_STRETCH,
-                            whole_s=lambda job: profile.prefill_s(job.num_tokens))
-    raise UserError(f"there is no queue {name}; there are {', '.join(DISCIPLINES)}")
+    name, *amounts = (options.queue or ("bounded" if options.policy == OURS else "fcfs")).split(":")
+    numbers = [_amount(options.queue, amount) for amount in amounts]
+    match name, numbers:
+        case "fcfs", []:
+            return FCFS
+        case "srpt", []:
+            return SRPT
+        case "aged", []:
+            return aged(AGING)
+        case "aged", [aging]:
+            return aged(aging)
+        case "bounded", []:
+            return ORDER
+        case "bounded", [stretch, most_s]:
+            return Order(stretch=stretch, most_s=most_s)
+    raise UserError(f"there is no queue {options.queue}; there are {', '.join(ORDERS)}, aged:0.1, bounded:20:40")
 
 
-def _aging(text: str) -> float:
+def _amount(queue: str, text: str) -> float:
     try:
-        aging = float(text)
+        amount = float(text)
     except ValueError:
-        aging = -1.0
-    if aging < 0:
-        raise UserError(f"--queue aged:{text}: expected a number that is not negative, like aged:0.1")
-    return aging
+        amount = -1.0
+    if amount < 0:
+        raise UserError(f"--queue {queue}: expected a number that is not negative, like aged:0.1, not {text!r}")
+    return amount
 
 
 def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:
@@ -176,7 +174,7 @@ def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:
         raise UserError(f"there is no policy {options.policy}; there are {', '.join(POLICIES)}")
     if options.admission not in ADMISSIONS:
         raise UserError(f"there is no admission {options.admission}; there are {', '.join(ADMISSIONS)}")
-    discipline_of(options, profile)
+    order_of(options)
     if not options.coupled:
         check_possible(_cluster_options(options, trace, profile))
     longest = max(trace.arrivals, key=lambda arrival: arrival.input_tokens + arrival.output_tokens)
@@ -189,7 +187,7 @@ def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:
 def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) -> ClusterOptions:
     return ClusterOptions(
         profile=profile, prefill=options.prefill, decode=options.decode, block_tokens=trace.block_tokens,
-        policy=options.policy, admission=options.admission, discipline=discipline_of(options, profile),
+        policy=options.policy, admission=options.admission, order=order_of(options),
         nic_gbps=options.nic_gbps, dram_tokens=options.dram_tokens, ssd_tokens=options.ssd_tokens,
         pipeline=options.pipeline, conductors=options.conductors, message_delay_s=options.message_delay_s,
         seed=options.seed, asks_slo=options.admission != "none",

@@ -9,16 +9,15 @@ on an idle link it would end with the computing, and is complete ``push_tail_s``
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from load.sim.discipline import Discipline
 from load.sim.network import Network, Port
 from load.sim.profile import NodeProfile
 from load.sim.request import Job
 from shared.ids import OperationId
 from shared.messages import Load, Progress, Source, Stages
+from shared.order import Order
 
 if TYPE_CHECKING:
     from load.sim.cache import NodeCache
@@ -58,15 +57,15 @@ class PrefillNode:
     """One life of one prefill node."""
 
     def __init__(self, life: Life, loop: Loop, network: Network, profile: NodeProfile, cache: NodeCache,
-                 discipline: Discipline, after: Prefilled) -> None:
+                 order: Order, after: Prefilled) -> None:
         self.life, self.cache, self.port = life, cache, life.port
-        self._loop, self._network, self._profile, self._discipline, self._after = (
-            loop, network, profile, discipline, after)
+        self._loop, self._network, self._profile, self._order, self._after = (
+            loop, network, profile, order, after)
         self._block_bytes = life.hello.spec.block_bytes
         #: {job: attempt} taken and not given back
         self.jobs: dict[Job, int] = {}
         self._waiting: list[tuple[float, int, Job, int]] = []
-        self._order = 0
+        self._count = 0
         self._running: Job | None = None
         self._since_s = 0.0
         """When the running job began, or went on."""
@@ -230,28 +229,16 @@ class PrefillNode:
         hit = self.cache.pin(job.operation, job.keys[:job.reusable_blocks], now=job.ready_s) * job.block_tokens
         job.done_tokens = hit
         self._enqueue(job)
-        urgent_s = self._discipline.urgent_at_s(job, self._pace * self._profile.prefill_s(job.num_tokens, hit))
-        if math.isfinite(urgent_s):
-            self._loop.at(urgent_s, self._press, job, attempt)
         if self._running is None:
             self._next()
-        elif self._discipline.is_preemptive:
-            self._consider()
-
-    def _press(self, job: Job, attempt: int) -> None:
-        """The job has to be computed from now on to be in time."""
-        if self.is_dead or self.jobs.get(job) != attempt or job.prefilled_s >= 0:
-            return
-        job.is_urgent = True
-        if job is not self._running:
-            self._enqueue(job)  # its former place in the queue is skipped
+        elif self._order.is_preemptive:
             self._consider()
 
     def _enqueue(self, job: Job) -> None:
         remaining_s = self._profile.compute_s(job.done_tokens, job.num_tokens)
-        job.rank = self._discipline.rank_of(job, remaining_s)
-        self._order += 1
-        heapq.heappush(self._waiting, (job.rank, self._order, job, job.attempt))
+        job.rank = self._order.rank(job.ready_s, remaining_s)
+        self._count += 1
+        heapq.heappush(self._waiting, (job.rank, self._count, job, job.attempt))
 
     def _head(self) -> Job | None:
         waiting = self._waiting
@@ -269,7 +256,7 @@ class PrefillNode:
             return
         boundary_s, tokens = self._boundary()
         remaining_s = self._profile.compute_s(tokens, running.num_tokens)
-        if remaining_s > 0 and head.rank < self._discipline.rank_of(running, remaining_s):
+        if remaining_s > 0 and head.rank < self._order.rank(running.ready_s, remaining_s):
             self._switch_s = boundary_s
             self._loop.at(boundary_s, self._switch, running, self._version)
 
@@ -319,7 +306,7 @@ class PrefillNode:
         if job.started_s < 0:
             self._start(job)
         self._go_on(job)
-        if self._discipline.is_preemptive:
+        if self._order.is_preemptive:
             self._consider()
 
     def _start(self, job: Job) -> None:

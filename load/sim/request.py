@@ -15,7 +15,7 @@ class Job:
     __slots__ = (
         "arrived_s", "at_s", "attempt", "block_tokens", "computed_s", "decode_hit_blocks", "done_tokens", "excluded",
         "fetch_s", "fetched_bytes", "finish_step", "finished_s", "first_s", "flow", "gap_s", "generated", "hit_tokens",
-        "index", "is_pushed", "is_urgent", "join_step", "joined_s", "keys", "loading_s", "num_tokens", "operation",
+        "index", "is_pushed", "join_step", "joined_s", "keys", "loading_s", "num_tokens", "operation",
         "output_tokens", "paused_s", "placement", "predicted_ttft_s", "prefilled_s", "push_version", "rank", "ready_s",
         "request", "slots", "started_s", "worst_gap_s",
     )
@@ -46,8 +46,6 @@ class Job:
         self.placement: Placement | None = None
         self.arrived_s = self.ready_s = self.started_s = self.prefilled_s = self.joined_s = -1.0
         self.rank = 0.0
-        self.is_urgent = False
-        """Whether its prefill has become due; see ``discipline``."""
         self.done_tokens = 0
         """Prompt tokens whose KV the prefill node has."""
         self.hit_tokens = 0

@@ -49,6 +49,7 @@ from shared.messages import (
     StoredBlock,
     TokenBatch,
 )
+from shared.order import ORDER
 from shared.store.parts import Part
 from shared.telemetry import metrics, tracing
 from shared.transfer import PushStream, Slice
@@ -91,6 +92,8 @@ class _Job:
     task: asyncio.Task[None] | None = None
     computed: int = 0
     """Tokens the engine has computed for it."""
+    computing_s: float = 0.0
+    """What the passes took that computed them."""
     handed_over: bool = False
     code: str = "cancelled"
     """Why it ended before it was handed over."""
@@ -103,7 +106,8 @@ class PrefillShell:
         self._worker, self._settings, self._agent = worker, settings, worker.agent
         spec = self._spec = worker.spec
         self._block_tokens, self._block_bytes, self._layer_bytes = spec.block_tokens, spec.block_bytes, spec.layer_bytes
-        self._queue = PrefillQueue(chunk_tokens=settings.chunk_tokens, block_tokens=self._block_tokens)
+        self._queue = PrefillQueue(ORDER, worker.engine.profile, chunk_tokens=settings.chunk_tokens,
+                                   block_tokens=self._block_tokens)
         #: {operation: its job}; all and only jobs that hold something or may still come to
         self._jobs: dict[OperationId, _Job] = {}
         #: jobs whose slots the engine is writing right now
@@ -261,7 +265,7 @@ class PrefillShell:
         stream = job.stream = self._worker.transfer.stream(message.landing.endpoint, message.landing.grant)
         try:
             stream.push(self._slices(job, range(reused), 0, self._block_bytes))
-            self._queue.add(job.operation, total=total, done=stages.hit_tokens)
+            self._queue.add(job.operation, total=total, done=stages.hit_tokens, now=time.monotonic())
             self._work.set()
             either: set[asyncio.Future[Any]] = {job.first_token, stream.broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -278,8 +282,8 @@ class PrefillShell:
             "moonbus.worker": message.decode, "moonbus.bytes": pushed.nbytes, "moonbus.pushes": stream.pushes,
             "moonbus.path": pushed.path})
         stages = msgspec.structs.replace(
-            stages, prefill_queue_s=max(0.0, job.started_s - job.arrived_s - stages.fetch_s),
-            prefill_s=computed_s - job.started_s, pushed_bytes=pushed.nbytes,
+            stages, prefill_queue_s=max(0.0, computed_s - job.arrived_s - stages.fetch_s - job.computing_s),
+            prefill_s=job.computing_s, pushed_bytes=pushed.nbytes,
             push_path=pushed.path, push_wait_s=pushed_s - computed_s)
         metrics.WORKER_PROMPT_TOKENS.observe(total)
         metrics.WORKER_QUEUE_SECONDS.observe(stages.prefill_queue_s)
@@ -419,6 +423,7 @@ class PrefillShell:
                 "moonbus.start": chunk.start, "moonbus.tokens": chunk.length, "moonbus.batch": len(chunks)})
             self._queue.advance(chunk)
             job.computed += chunk.length
+            job.computing_s += end_s - start_s
             if job.task is None or job.task.done():
                 continue
             for index in range(chunk.start // self._block_tokens, (chunk.start + chunk.length) // self._block_tokens):

@@ -65,6 +65,8 @@ class Candidate(Part, frozen=True):
     own_blocks: int
     fetched_blocks: int
     note: str = ""
+    delays_s: float = 0.0
+    """What it makes requests already there wait longer, all together."""
 
     @property
     def ttft_s(self) -> float:
@@ -93,6 +95,9 @@ class Placement(Message, frozen=True):
     predicted_prefill_s: float
     predicted_tbt_s: float
     candidates: list[Candidate] = []
+    ranked_s: float = 0.0
+    """Seconds of computing by which the prefill worker will rank it until it starts; 0 for the predicted ones. They
+    are more where blocks are counted on that others ahead of it have yet to compute."""
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -117,6 +122,8 @@ class Placed(Message, frozen=True):
     num_tokens: int
     max_tokens: int
     keys: bytes
+    ttft_slo_s: float | None = None
+    """The bound it was accepted under, from the moment of the decision on."""
 
 
 class DecodeJob(Message, frozen=True):
@@ -200,6 +207,7 @@ class Stages(Part, frozen=True):
     """Where a request's time went, in seconds, and what it moved. Filled by each party as it passes."""
 
     prefill_queue_s: float = 0.0
+    """Waiting for the engine, also between two chunks while others that have less left are computed."""
     fetch_s: float = 0.0
     """Waiting for owners to push prefix blocks."""
     fetched_blocks: int = 0
@@ -212,7 +220,7 @@ class Stages(Part, frozen=True):
     hit_tokens: int = 0
     """Prompt tokens whose KV was not computed for this request (local and fetched)."""
     prefill_s: float = 0.0
-    """Computing, first chunk to last."""
+    """Computing."""
     pushed_bytes: int = 0
     push_path: str = ""
     push_wait_s: float = 0.0

@@ -22,6 +22,7 @@ from services.conductor.core.policy import Policy
 from shared.errors import Bug
 from shared.ids import RequestId, SpecDigest, WorkerId
 from shared.messages import Hello, Load, Placement, Progress, Source
+from shared.order import FCFS, Order
 
 _LEAST_REMAINING = 0.1
 """A prefill that runs longer than predicted still counts for this share of its prediction."""
@@ -45,7 +46,7 @@ class Answers:
         self.tokens = 0.95 * self.tokens + 0.05 * tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request on its way. Times are monotonic seconds."""
 
@@ -69,8 +70,12 @@ class Job:
     """Whether all owners share the prefill worker's host; ``None`` when some do."""
     fetch_ahead_bytes: int = 0
     """Bytes that were under way on the link when this was decided."""
+    ranked_s: float = 0.0
+    """Seconds of computing by which its prefill worker ranks it until it starts."""
+    due_s: float = math.inf
+    """When its first token is due."""
     done_share: float = 0.0
-    """How much of its prefill the worker's last heartbeat shows as computed."""
+    """How much of its prefill is computed, as of when its worker was last accounted for."""
     started_s: float | None = None
     prefilled_s: float | None = None
 
@@ -79,15 +84,37 @@ class Job:
         """Prompt tokens that have to be computed."""
         return self.num_tokens - self.hit_tokens
 
+    @property
+    def left_s(self) -> float:
+        """Seconds of computing that were left when its worker was last accounted for."""
+        return self.work_s * (1.0 - self.done_share)
+
+    def rank(self, order: Order) -> float:
+        """Its number in the queue of its prefill worker."""
+        return order.rank(self.placed_s, self.ranked_s if self.started_s is None else self.left_s)
+
+
+class Waiting(NamedTuple):
+    """One prompt of a queue that is not being computed right now."""
+
+    rank: float
+    left_s: float
+    spare_s: float
+    """By how much it will be early, as things are; below 0 it will be late, infinite when nothing is asked."""
+
 
 class Burden(NamedTuple):
     """What a worker is burdened with, summed over its jobs: valid until one of them, or the worker, changes."""
 
+    front: Job | None
+    """The prefill that is being computed, or is first in line."""
+    waiting: tuple[Waiting, ...]
+    """The others, in their order."""
     behind_s: float
-    """Seconds of computing of all prefills but the first in line."""
+    """Their seconds of computing."""
     first_left_s: float
     first_since_s: float
-    """The first one's seconds of computing that were left then; time has passed since."""
+    """The front's seconds of computing that were left then; time has passed since."""
     first_least_s: float
     """What it counts for however long it runs."""
     unexplained_s: float
@@ -115,8 +142,10 @@ class Worker:
     decoding: dict[RequestId, Job] = field(default_factory=dict)
     #: {request: bytes} this worker has to send to others
     sending: dict[RequestId, int] = field(default_factory=dict)
-    #: when the last prefill here was over: the next one in line began then
-    prefilled_s: float = -math.inf
+    #: when somebody else's turn began here, or a heartbeat showed how far the present one is
+    turned_s: float = -math.inf
+    order: Order = FCFS
+    """In which it computes its prompts."""
     #: smoothed seconds from prefilled to done on this decode worker; ``None`` before the first
     residence_s: float | None = None
     #: when its pace was learnt from last
@@ -157,6 +186,27 @@ class Worker:
         if burden.unexplained_s:
             queue_s += max(burden.unexplained_s - (now - self.load_s), 0.0)
         return queue_s
+
+    def line(self, prefill_s: float, now: float) -> tuple[float, int]:
+        """Seconds computed before a prompt that needs so many, and how many it makes wait longer."""
+        burden, order = self.burden, self.order
+        rank = order.rank(now, prefill_s)
+        ahead = bisect_right(burden.waiting, rank, key=_rank)
+        queue_s, delayed = sum(one.left_s for one in burden.waiting[:ahead]), len(burden.waiting) - ahead
+        front_s = self.queue_s(now) - burden.behind_s
+        front = burden.front
+        if front is None or not order.is_preemptive or order.rank(front.placed_s, front_s) <= rank:
+            return queue_s + front_s, delayed
+        return queue_s, delayed + (front_s > 0)
+
+    def account(self, now: float) -> None:
+        """Whoever was computed until now has got that much further."""
+        front = self.burden.front
+        if front is not None and front.work_s > 0:
+            left_s = max(front.left_s - (now - self.burden.first_since_s), self.burden.first_least_s)
+            front.done_share = 1.0 - left_s / front.work_s
+        self.turned_s = now
+        self.changed()
 
     def receiving_bytes(self) -> int:
         """Bytes under way to this worker."""
@@ -244,21 +294,26 @@ class Worker:
         return self.costs.step_s(batch=max(len(self.decoding), 1), context_tokens=context_tokens)
 
     def _sum(self) -> Burden:
-        lefts_s, receiving_bytes = 0.0, 0
+        receiving_bytes, behind_s = 0, 0.0
+        front: Job | None = None
+        waiting: list[Waiting] = []
         first_left_s = first_since_s = first_least_s = unexplained_s = 0.0
-        if self.prefilling:
-            for job in self.prefilling.values():
-                lefts_s += job.work_s * (1.0 - job.done_share)
-                for _, nbytes in job.fetches:
-                    receiving_bytes += nbytes
-            first = next(iter(self.prefilling.values()))
-            first_left_s = first.work_s * (1.0 - first.done_share)
-            first_since_s = max(first.placed_s if first.started_s is None else first.started_s, self.prefilled_s)
-            if first.done_share:
-                first_since_s = max(first_since_s, self.load_s)
-            first_least_s = min(first_left_s, first.work_s * _LEAST_REMAINING)
         if self.unexplained_tokens:
             unexplained_s = self.costs.prefill_s(num_tokens=self.unexplained_tokens, hit_tokens=0)
+        if self.prefilling:
+            for job in self.prefilling.values():
+                for _, nbytes in job.fetches:
+                    receiving_bytes += nbytes
+            ranked = self.ranked()
+            front = ranked[0][1]
+            first_left_s = front.left_s
+            first_since_s = max(front.placed_s if front.started_s is None else front.started_s, self.turned_s)
+            first_least_s = min(first_left_s, front.work_s * _LEAST_REMAINING)
+            end_s = first_since_s + first_left_s + unexplained_s
+            for rank, job in ranked[1:]:
+                left_s = job.left_s
+                behind_s += left_s
+                waiting.append(Waiting(rank, left_s, job.due_s - (end_s + behind_s)))
         load = self.load
         if load is None:  # then no job is in it
             batch = context_tokens = 0
@@ -276,8 +331,18 @@ class Worker:
                     free_blocks -= job.reserved_blocks
             batch, context_tokens = max(batch, len(self.decoding)), max(context_tokens, known_tokens)
         return Burden(
-            lefts_s - first_left_s, first_left_s, first_since_s, first_least_s, unexplained_s, receiving_bytes,
+            front, tuple(waiting), behind_s, first_left_s, first_since_s, first_least_s, unexplained_s, receiving_bytes,
             sum(self.sending.values()), batch, context_tokens, free_blocks)
+
+    def ranked(self) -> list[tuple[float, Job]]:
+        """(rank, prefill) of all here in the order they will be computed in: first the one that runs."""
+        order = self.order
+        ranked = sorted(((job.rank(order), job) for job in self.prefilling.values()), key=_rank)
+        for place, (_, job) in enumerate(ranked):
+            if job.started_s is not None:  # of those that began the first in order runs: it took over from the others
+                ranked.insert(0, ranked.pop(place))
+                break
+        return ranked
 
 
 class Cluster:
@@ -294,7 +359,8 @@ class Cluster:
     def join(self, hello: Hello) -> None:
         """A worker begins a life: it has no work and its profile is all that is known of its speed."""
         self.leave(hello.worker)
-        self.workers[hello.worker] = Worker(hello, hello.spec.digest, Costs(hello.profile), answers=self.answers)
+        self.workers[hello.worker] = Worker(hello, hello.spec.digest, Costs(hello.profile), answers=self.answers,
+                                            order=self._policy.order)
 
     def leave(self, worker: WorkerId) -> list[RequestId]:
         """A worker is gone with all it had in hand; answers the requests it was computing the prefill of."""
@@ -310,12 +376,15 @@ class Cluster:
             other.changed()
         return lost
 
-    def place(self, placement: Placement, *, num_tokens: int, max_tokens: int, now: float) -> None:
+    def place(self, placement: Placement, *, num_tokens: int, max_tokens: int, now: float,
+              ttft_slo_s: float | None = None) -> None:
         """A decision was made, here or by another conductor; it replaces the request's former one."""
         self.release(placement.request, now=now)
         prefill, decode = self.workers.get(placement.prefill), self.workers.get(placement.decode)
         job = Job(placement.request, placement.attempt, placement.prefill, placement.decode, num_tokens, max_tokens,
-                  placement.hit_tokens, placement.predicted_prefill_s, now, now + placement.predicted_ttft_s)
+                  placement.hit_tokens, placement.predicted_prefill_s, now, now + placement.predicted_ttft_s,
+                  ranked_s=placement.ranked_s or placement.predicted_prefill_s,
+                  due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s)
         if prefill is not None:
             block_bytes = prefill.hello.spec.block_bytes
             job.fetch_ahead_bytes, job.fetch_same_host = self.link(prefill, placement.sources)
@@ -373,7 +442,9 @@ class Cluster:
         match progress.stage:
             case "prefill_started":
                 self._fetched(job)
-                job.started_s = now
+                if prefill is not None and job.started_s is None:
+                    prefill.account(now)
+                job.started_s, job.done_share = now, 0.0
                 if prefill is not None and 0 <= progress.hit_tokens < progress.num_tokens:
                     job.hit_tokens = progress.hit_tokens
                     job.work_s = prefill.costs.prefill_s(num_tokens=progress.num_tokens, hit_tokens=progress.hit_tokens)
@@ -437,14 +508,18 @@ class Cluster:
 
     def _compare(self, worker: Worker, load: Load, now: float) -> None:
         """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""
-        reached = list(worker.prefilling.values())
+        worker.account(now)
+        ranked = [job for _, job in worker.ranked()]
+        aside = [job for job in ranked[1:] if job.started_s is not None]
+        reached = [*aside, *ranked[:1], *(job for job in ranked[1:] if job.started_s is None)]
         if load.queued + load.running < len(reached):  # some are still on their way, or lost
             reached = [job for job in reached if job.placed_s < now - self._policy.settle_s]
         ours = sum(job.computed_tokens for job in worker.prefilling.values())
         worker.unexplained_tokens = max(load.queued_tokens - ours, 0)
         computed = max(sum(job.computed_tokens for job in reached) - load.queued_tokens, 0)
-        for job in reached:
-            done = min(computed, job.computed_tokens)
+        for job in reached:  # who was put aside is as far as it was; the one that runs is as far as the rest shows
+            most = job.done_share if job in aside else 1.0
+            done = min(computed, round(most * job.computed_tokens))
             job.done_share = done / job.computed_tokens if job.computed_tokens else 0.0
             computed -= done
 
@@ -462,7 +537,7 @@ class Cluster:
         if job.prefilled_s is None:
             job.prefilled_s = now
             if prefill is not None:
-                prefill.prefilled_s = now
+                prefill.account(now)
             if (decode := self.workers.get(job.decode)) is not None:
                 decode.changed()
         if prefill is not None:
@@ -479,6 +554,10 @@ class Cluster:
             job.fetches = []
             if (prefill := self.workers.get(job.prefill)) is not None:
                 prefill.changed()
+
+
+def _rank(ranked: tuple[float, *tuple[object, ...]]) -> float:
+    return ranked[0]
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:

@@ -290,7 +290,8 @@ class Conductor:
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[]), num_tokens=ask.num_tokens,
-                        max_tokens=ask.max_tokens, keys=ask.keys)
+                        max_tokens=ask.max_tokens, keys=ask.keys,
+                        ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s)
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
 
@@ -299,8 +300,8 @@ class Conductor:
         keys = ask.keys[:KEY_BYTES * ((ask.num_tokens - 1) // pool.block_tokens)]
         match = self._index.match(fingerprints(keys), pool.senders)
         for worker, blocks in self._promises.lengths(keys).items():
-            if blocks > match.own.get(worker, 0):
-                match.own[worker] = blocks
+            if blocks > (held := match.own.get(worker, 0)):
+                match.own[worker], match.unmade[worker] = blocks, held
         return match
 
     def _pool(self, spec: SpecDigest) -> _Pool:
@@ -320,7 +321,8 @@ class Conductor:
     def _count(self, placed: Placed, now: float) -> None:
         """A decision burdens its workers, and promises the prompt's blocks."""
         placement = placed.placement
-        self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now)
+        self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
+                            ttft_slo_s=placed.ttft_slo_s)
         if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:
             self._promises.make(placement.request, placement.prefill, placed.keys,
                                 until_s=now + placement.predicted_ttft_s + self._policy.promise_s)

@@ -5,10 +5,16 @@ For each prefill worker that may take it, the shortest of
 * what it holds itself, computing the rest, and
 * that plus a chain of pulls: the longest continuation a single owner holds, then the longest from there, and so on,
 
-in seconds of queue + transfer + computing. So transfer and recomputation are compared per worker, in one unit, and no
-ratio has to be tuned. At least the last token is always computed: reuse ends at ``(num_tokens - 1) // block_tokens``
-blocks. The decode worker is the one with the shortest predicted step among those with room; among equals the one
-that holds most of the prompt already, since that much less has to be pushed to it.
+in seconds of queue + transfer + computing, plus the seconds for which requests already there would have to wait longer.
+The queue is what the worker's order (:mod:`shared.order`) computes before this prompt, so each reuse option has its
+own: a prompt of which more is reused is shorter, waits for fewer and delays more. A worker pulls while it computes for
+others, so of the transfer only what outlasts the queue is waited for. Everything is compared per worker, in one unit,
+and no ratio has to be tuned. At least the last token is always computed: reuse ends at
+``(num_tokens - 1) // block_tokens`` blocks. The decode worker is the one with the shortest predicted step among those
+with room; among equals the one that holds most of the prompt already, since that much less has to be pushed to it.
+
+A request with a bound goes where it will be in time and makes nobody late who was accepted before; where there is no
+such worker it is turned away. That it may wait until its bound is no reason to turn it away.
 
 Queues and costs of all workers are compared side by side (``board``); pulls, which have to be put together, only on
 workers that could win by them. As a pull gets longer, the seconds of computing it saves grow ever faster and those of
@@ -21,7 +27,7 @@ otherwise all pick the same worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -41,6 +47,8 @@ _MOST_PULLS = 12
 """Workers for which pulls are put together, those first that could gain most."""
 _MOST_FUTURES = 4
 """Decode workers whose batch at the end of the prefill is looked at, those first that are best now."""
+_BESIDE = 0.25
+"""What a second of a transfer that nobody waits for counts for."""
 _KNOWN_S = 1.0
 """How long the best of the workers whose pace was learnt lately is taken to be that."""
 
@@ -88,7 +96,12 @@ class _Option:
     own_blocks: int
     queue_s: float
     prefill_s: float
+    delays_s: float
+    """What it makes others wait longer, all together."""
+    ranked_s: float
+    """Seconds of computing by which it is ranked."""
     transfer_s: float = 0.0
+    """What the transfer takes longer than the queue."""
     sources: Sequence[Source] = ()
     note: str = ""
 
@@ -106,7 +119,7 @@ class _Option:
         """As it is reported."""
         return Candidate(
             prefill=self.worker.id, queue_s=self.queue_s, transfer_s=self.transfer_s, prefill_s=self.prefill_s,
-            own_blocks=self.own_blocks, fetched_blocks=self.fetched_blocks, note=self.note)
+            own_blocks=self.own_blocks, fetched_blocks=self.fetched_blocks, note=self.note, delays_s=self.delays_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +140,18 @@ class _Field:
     """Leading blocks each of which some sender has."""
     own: list[int]
     """Leading blocks each worker has."""
+    unmade: Mapping[WorkerId, int]
+    """Of those promised more than they hold: leading blocks they hold."""
     queue_s: Column
+    """Without pulls, as the next two."""
+    delayed: Column
+    """Requests it makes wait longer."""
+    ranked_s: Column
+    """Seconds of computing by which it is ranked."""
     alone_s: Column
     """Computing what it has not."""
+    bound_s: Column
+    """At least what pulling costs in all."""
     rest_s: Column
     """Computing what no sender has."""
     pull_s: Column
@@ -138,20 +160,33 @@ class _Field:
     """Whether pulling may pay."""
     is_open: Mask | None
     """Whose queue is short enough; ``None`` when all are."""
+    regard: float
+    cost_s: Column
+    """Of the best way known: its time to first token, and what others wait longer."""
     ttft_s: Column
-    """Of the best way known."""
+    """Of that way."""
     pulls: dict[int, _Option] = field(default_factory=dict)
     """{place on the board: the best way with pulls}, of those that were looked at."""
 
     def alone(self, place: int) -> _Option:
         """Without pulls."""
         return _Option(self.board.workers[place], self.own[place], float(self.queue_s[place]),
-                       float(self.alone_s[place]))
+                       float(self.alone_s[place]), float(self.delayed[place] * self.alone_s[place]),
+                       float(self.ranked_s[place]))
+
+    def take(self, place: int, pull: _Option) -> float:
+        """A way with pulls; answers what it costs."""
+        self.pulls[place] = pull
+        cost_s = pull.ttft_s + self.regard * pull.delays_s
+        if cost_s < self.cost_s[place]:
+            self.cost_s[place], self.ttft_s[place] = cost_s, pull.ttft_s
+        return cost_s
 
     def best(self, place: int) -> _Option:
         """The best way known."""
         pull = self.pulls.get(place)
-        return pull if pull is not None and pull.ttft_s <= self.ttft_s[place] else self.alone(place)
+        is_best = pull is not None and pull.ttft_s + self.regard * pull.delays_s <= self.cost_s[place]
+        return pull if pull is not None and is_best else self.alone(place)
 
     def note(self, place: int) -> str:
         """Why nothing is pulled; empty where nothing could be."""
@@ -182,13 +217,18 @@ class Placer:
         if options.is_open is not None and not options.is_open.any():
             return reasons.queues_full(float(options.queue_s.min()), self._policy.max_queue_s,
                                        self._candidates(options))
-        self._pull(ask, cluster, options, match)
-        prefill = self._draw(options)
+        self._pull(ask, cluster, options, match, now)
+        ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
+        in_time = None if ttft_slo_s is None else options.ttft_s <= ttft_slo_s
         candidates = self._candidates(options)
+        if in_time is not None and in_time.any():
+            in_time &= ~options.board.makes_late(options.ranked_s, now)
+            if not in_time.any():
+                return reasons.others(float(options.ttft_s.min()), candidates)
+        prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
         if decode is None:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates)
-        ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
         if ttft_slo_s is not None and prefill.ttft_s > ttft_slo_s:
             return reasons.ttft(prefill.ttft_s, prefill.queue_s, ttft_slo_s, candidates)
         tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
@@ -206,7 +246,8 @@ class Placer:
             own_blocks=prefill.own_blocks, sources=list(prefill.sources),
             hit_tokens=hit_blocks * prefill.worker.hello.spec.block_tokens,
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
-            predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode.tbt_s, candidates=candidates)
+            predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode.tbt_s, candidates=candidates,
+            ranked_s=0.0 if prefill.ranked_s == prefill.prefill_s else prefill.ranked_s)
 
     # What workers' paces are worth
 
@@ -252,35 +293,46 @@ class Placer:
         if is_old is not None and known is not None:
             known_s = board.prefill_s(ask.num_tokens, hit_tokens, costs=known)
             prefill_s = np.where(is_old, np.minimum(prefill_s, known_s), prefill_s)
+        ranked_s = prefill_s
+        for worker, blocks in match.unmade.items():  # until they are made, it is as long as without them
+            if (place := board.places.get(worker)) is not None:
+                ranked_s = ranked_s.copy() if ranked_s is prefill_s else ranked_s
+                ranked_s[:, place] = board.workers[place].costs.prefill_s(
+                    num_tokens=ask.num_tokens, hit_tokens=blocks * spec.block_tokens)
+        line = board.line(ranked_s, now)
+        regard = self._policy.regard
         alone_s, rest_s = prefill_s
-        queue_s = board.queue_s(now)
+        queue_s, rest_queue_s = line.queue_s
+        delayed, rest_delayed = line.delayed
         pull_s = board.pull_s((hit_blocks[1] - hit_blocks[0]) * spec.block_bytes)
-        is_worth = alone_s - rest_s >= pull_s * self._policy.fetch_gain  # a pull of nothing takes something too
+        is_worth = alone_s - rest_s >= self._policy.fetch_gain * np.maximum(pull_s - rest_queue_s, _BESIDE * pull_s)
+        bound_s = np.maximum(rest_queue_s, pull_s) + rest_s * (1.0 + regard * rest_delayed)
         is_open = None if queue_s.max() <= self._policy.max_queue_s else queue_s <= self._policy.max_queue_s
-        return _Field(board, covered, own, queue_s, alone_s, rest_s, pull_s, is_worth, is_open, queue_s + alone_s)
+        ttft_s = queue_s + alone_s
+        return _Field(board, covered, own, match.unmade, queue_s, delayed, ranked_s[0], alone_s, bound_s, rest_s,
+                      pull_s, is_worth, is_open, regard, ttft_s + regard * delayed * alone_s, ttft_s)
 
-    def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match) -> None:
+    def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
         may_win = options.is_worth if options.is_open is None else options.is_worth & options.is_open
         if not may_win.any():
             return
-        ttft_s = options.ttft_s if options.is_open is None else options.ttft_s[options.is_open]
-        best_s = float(ttft_s.min()) * (1 + self._policy.tie)
-        bound_s = np.where(may_win, options.queue_s + options.pull_s + options.rest_s, np.inf)
+        cost_s = options.cost_s if options.is_open is None else options.cost_s[options.is_open]
+        best_s = float(cost_s.min()) * (1 + self._policy.tie)
+        bound_s = np.where(may_win, options.bound_s, np.inf)
         for place in np.argsort(bound_s, kind="stable")[:_MOST_PULLS].tolist():
             if bound_s[place] > best_s:
                 break
-            pull = self._chain(ask, cluster, options, match, place)
+            pull = self._chain(ask, cluster, options, match, place, now)
             if pull is not None:
-                options.pulls[place] = pull
-                if pull.ttft_s < options.ttft_s[place]:
-                    options.ttft_s[place] = pull.ttft_s
-                    best_s = min(best_s, pull.ttft_s * (1 + self._policy.tie))
+                best_s = min(best_s, options.take(place, pull) * (1 + self._policy.tie))
 
-    def _chain(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, place: int) -> _Option | None:
+    def _chain(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, place: int,
+               now: float) -> _Option | None:
         """The best chain of pulls on a worker; ``None`` when computing is about as fast."""
         worker = options.board.workers[place]
         spec, own = worker.hello.spec, int(options.own[place])
+        unmade = own - options.unmade.get(worker.id, own)
         best: _Option | None = None
         sources: list[Source] = []
         best_s, end = float("inf"), own
@@ -297,11 +349,16 @@ class Placer:
             transfer_s = worker.costs.transfer_s((end - own) * spec.block_bytes + ahead_bytes,
                                                  same_host=same_host is True)
             prefill_s = doubt * worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=end * spec.block_tokens)
-            if transfer_s + prefill_s < best_s:
-                best_s = transfer_s + prefill_s
-                best = _Option(worker, own, float(options.queue_s[place]), prefill_s, transfer_s, tuple(sources))
-        if best is None or options.alone_s[place] - best.prefill_s < best.transfer_s * self._policy.fetch_gain:
-            return None
+            ranked_s = prefill_s if not unmade else worker.costs.prefill_s(
+                num_tokens=ask.num_tokens, hit_tokens=(end - unmade) * spec.block_tokens)
+            queue_s, delayed = worker.line(ranked_s, now)
+            if options.alone_s[place] - prefill_s < _price_s(transfer_s, queue_s) * self._policy.fetch_gain:
+                continue
+            cost_s = max(queue_s, transfer_s) + prefill_s * (1.0 + options.regard * delayed)
+            if cost_s < best_s:
+                best_s = cost_s
+                best = _Option(worker, own, queue_s, prefill_s, delayed * prefill_s, ranked_s,
+                               max(transfer_s - queue_s, 0.0), tuple(sources))
         return best
 
     def _longest(self, worker: Worker, cluster: Cluster, match: Match, start: int) -> Source | None:
@@ -317,24 +374,29 @@ class Placer:
                 owner.hello.endpoint.host != host, owner.sending_bytes(), self._rng.random()))
         return Source(owner=owner.id, incarnation=owner.hello.incarnation, first_block=start, num_blocks=end - start)
 
-    def _draw(self, options: _Field) -> _Option:
-        """One of the best."""
-        ttft_s = options.ttft_s if options.is_open is None else np.where(options.is_open, options.ttft_s, np.inf)
-        equals = np.flatnonzero(ttft_s <= ttft_s.min() * (1 + self._policy.tie))
+    def _draw(self, options: _Field, in_time: Mask | None) -> _Option:
+        """One of the best; of those in time when any is."""
+        cost_s = options.cost_s if options.is_open is None else np.where(options.is_open, options.cost_s, np.inf)
+        if in_time is not None and np.isfinite(in_time_s := np.where(in_time, cost_s, np.inf)).any():
+            cost_s = in_time_s
+        equals = np.flatnonzero(cost_s <= cost_s.min() * (1 + self._policy.tie))
         return options.best(self._rng.choice(equals.tolist()))
 
     def _candidates(self, options: _Field) -> list[Candidate]:
         """The best ways, best first; the best one without pulls says why."""
         most, workers, own = self._policy.candidates, options.board.workers, options.own
-        alone_s = options.queue_s + options.alone_s
+        delays_s = options.delayed * options.alone_s
+        alone_s = options.queue_s + options.alone_s + options.regard * delays_s
         places = alone_s.argpartition(most)[:most] if len(workers) > most else np.arange(len(workers))
         best = int(places[alone_s[places].argmin()])
         ways = [Candidate(workers[place].id, queue_s, 0.0, prefill_s, own[place], 0,
-                          options.note(place) if place == best else "")
-                for place, queue_s, prefill_s in zip(places.tolist(), options.queue_s[places].tolist(),
-                                                     options.alone_s[places].tolist(), strict=True)]
+                          options.note(place) if place == best else "", delay_s)
+                for place, queue_s, prefill_s, delay_s in zip(
+                    places.tolist(), options.queue_s[places].tolist(), options.alone_s[places].tolist(),
+                    delays_s[places].tolist(), strict=True)]
         ways += [pull.candidate() for pull in options.pulls.values()]
-        ways.sort(key=_ttft_s)
+        regard = options.regard
+        ways.sort(key=lambda way: way.queue_s + way.transfer_s + way.prefill_s + regard * way.delays_s)
         return ways[:most]
 
     # Decode
@@ -381,8 +443,9 @@ class Placer:
         return self._rng.choice([one for one in equally if one.own_blocks == most])
 
 
-def _ttft_s(way: Candidate) -> float:
-    return way.queue_s + way.transfer_s + way.prefill_s
+def _price_s(transfer_s: float, queue_s: float) -> float:
+    """What a transfer counts for: it is waited for when it outlasts the queue, and takes a link in any case."""
+    return max(transfer_s - queue_s, _BESIDE * transfer_s)
 
 
 def _slo(asked_s: float | None, default_s: float | None) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.order import ORDER, Order
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -13,6 +15,10 @@ class Policy:
     """Silence after which a worker gets no new work."""
     dead_after_s: float = 8.0
     """Silence after which a worker's blocks leave the index."""
+    order: Order = ORDER
+    """In which prefill workers compute what they have."""
+    regard: float = 1.0
+    """What a second that a request makes another one wait counts for, in seconds of its own."""
     max_queue_s: float = 30.0
     """Predicted wait, for prefill or for a decode slot, beyond which a worker gets no new work."""
     ttft_slo_s: float | None = None

@@ -77,6 +77,8 @@ class Match:
     _workers: Sequence[WorkerId | None]
     own: dict[WorkerId, int] = field(default_factory=dict)
     """Leading blocks each worker holds in any tier, or is promised; workers with none are left out."""
+    unmade: dict[WorkerId, int] = field(default_factory=dict)
+    """{worker that is promised more than it holds: leading blocks it holds}."""
     _found: dict[int, tuple[int, list[WorkerId]]] = field(default_factory=dict)
 
     @property

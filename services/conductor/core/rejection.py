@@ -56,6 +56,11 @@ class Reasons:
             return self._rejection("ttft", message, queue_s, candidates)
         return self._rejection("ttft", message, ttft_s - slo_s, candidates)
 
+    def others(self, ttft_s: float, candidates: list[Candidate]) -> Rejection:
+        """Its own first token would be in time, but not that of some request that was accepted before."""
+        return self._rejection("ttft", f"the first token would come after {ttft_s:.2f} s, and everywhere it would make "
+                               f"a request late that was accepted before", ttft_s, candidates)
+
     def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate]) -> Rejection:
         """Tokens would come too slowly."""
         return self._rejection(

@@ -1,7 +1,9 @@
 """Which tokens of which prompts the next forward pass computes.
 
-First come, first served, at chunk boundaries: a pass takes up to ``chunk_tokens`` new tokens from the oldest prompts.
-Every chunk but a prompt's last ends on a block boundary, so each block is computed, and sent, exactly once.
+A pass takes up to ``chunk_tokens`` new tokens from the prompts that are first in the order (:mod:`shared.order`), by
+what each of them has left. So whoever comes and has less may take over at the next pass, and what was computed of the
+other one stays. Every chunk but a prompt's last ends on a block boundary, so each block is computed, and sent, exactly
+once.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.ids import OperationId
+from shared.messages import Profile
+from shared.order import Order
 
 
 @dataclass
@@ -18,6 +22,10 @@ class Prompt:
     operation: OperationId
     total: int
     done: int
+    since_s: float
+    """When it became ready; monotonic seconds."""
+    rank: float = 0.0
+    """Its number in the order."""
 
     @property
     def remain_len(self) -> int:
@@ -36,9 +44,10 @@ class Chunk:
 
 
 class PrefillQueue:
-    """The prompts to compute, oldest first."""
+    """The prompts to compute. What they cost is known from the profile of the engine that computes them."""
 
-    def __init__(self, *, chunk_tokens: int, block_tokens: int) -> None:
+    def __init__(self, order: Order, profile: Profile, *, chunk_tokens: int, block_tokens: int) -> None:
+        self._order, self._profile = order, profile
         self._chunk_tokens, self._block_tokens = chunk_tokens, block_tokens
         self._prompts: dict[OperationId, Prompt] = {}
 
@@ -50,9 +59,10 @@ class PrefillQueue:
         """Tokens to be computed, all prompts together."""
         return sum(prompt.remain_len for prompt in self._prompts.values())
 
-    def add(self, operation: OperationId, *, total: int, done: int) -> None:
+    def add(self, operation: OperationId, *, total: int, done: int, now: float) -> None:
         """A prompt is ready to be computed from token ``done`` (a block boundary) on."""
-        self._prompts[operation] = Prompt(operation, total, done)
+        prompt = self._prompts[operation] = Prompt(operation, total, done, now)
+        self._place(prompt)
 
     def remove(self, operation: OperationId) -> None:
         """Forgets a prompt. Idempotent."""
@@ -62,7 +72,7 @@ class PrefillQueue:
         """The next pass. Changes nothing; call :meth:`advance` with each chunk once it is computed."""
         chunks: list[Chunk] = []
         room = self._chunk_tokens
-        for prompt in self._prompts.values():
+        for prompt in sorted(self._prompts.values(), key=_rank):
             length = min(prompt.remain_len, room)
             if length < prompt.remain_len:
                 length -= length % self._block_tokens
@@ -80,3 +90,15 @@ class PrefillQueue:
         prompt.done += chunk.length
         if prompt.remain_len == 0:
             del self._prompts[chunk.operation]
+        elif self._order.is_preemptive:
+            self._place(prompt)
+
+    def _place(self, prompt: Prompt) -> None:
+        profile = self._profile
+        left_s = prompt.remain_len * (
+            profile.prefill_per_token_s + profile.prefill_per_token2_s * (prompt.total + prompt.done))
+        prompt.rank = self._order.rank(prompt.since_s, left_s)
+
+
+def _rank(prompt: Prompt) -> float:
+    return prompt.rank

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from load.sim.cluster import Cluster, ClusterOptions
-from load.sim.discipline import Discipline, fcfs
 from load.sim.loop import Loop
 from load.sim.outcome import Objective, Outcomes
 from load.sim.profile import NodeProfile
 from load.sim.request import Job
 from load.workload.traces import Arrival, Trace
 from shared.ids import BlockKey
+from shared.order import FCFS, Order
 
 BLOCK_TOKENS = 10
 PROFILE = NodeProfile(
@@ -39,13 +39,13 @@ def job(index: int, at_s: float, tokens: int, output: int = 1, *, prompt: str = 
 
 
 def run(jobs: list[Job], *, profile: NodeProfile = PROFILE, prefill: int = 1, decode: int = 1,
-        discipline: Discipline | None = None, objective: Objective | None = None, **options: Any) -> Cluster:
+        order: Order = FCFS, objective: Objective | None = None, **options: Any) -> Cluster:
     """The cluster after all of ``jobs`` are over."""
     loop = Loop()
     outcomes = Outcomes(objective or Objective(ttft_s=1e9, tbt_s=1e9), profile, expected=len(jobs))
     cluster = Cluster(loop, ClusterOptions(**{
         "profile": profile, "prefill": prefill, "decode": decode, "block_tokens": BLOCK_TOKENS,
-        "policy": "cache_aware", "discipline": discipline or fcfs(), "message_delay_s": 0.0, **options}), outcomes)
+        "policy": "cache_aware", "order": order, "message_delay_s": 0.0, **options}), outcomes)
     cluster.offer(jobs)
     loop.run(is_over=lambda: outcomes.ended >= len(jobs), until_s=1e6)
     assert outcomes.ended == len(jobs)
