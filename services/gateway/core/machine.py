@@ -14,7 +14,8 @@
 * *done*: entered exactly once, with exactly one :class:`Ended`; everything later is ignored.
 
 Nobody is believed for ever: after ``quiet_s`` without a word, and after the bus was away, the workers are asked what
-they have of the request (a *look*). Words that they have spoken and that did not come within ``gap_s`` are lost.
+they have of the request (a *look*). Words that they have spoken and that did not come within ``gap_s`` are lost, unless
+it was we who stood still meanwhile.
 
 An attempt ends early when a worker refuses, is unreachable, reports failure or is declared lost, or when tokens are
 lost on the way; it is cancelled on the bus, who is to blame excluded and the request placed again, at most
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Literal
+from zlib import crc32
 
 import msgspec
 
@@ -62,6 +64,8 @@ REJECTED_STATUS = {"no_worker": 503, "ttft": 429, "tbt": 429, "capacity": 429, "
 """{rejection code: HTTP status}: 429 is contended, 503 is absent."""
 _CONTENDED = ("capacity", "tbt")
 """Codes of a worker's refusal that mean load, not absence."""
+_LATE_S = 0.5
+"""Woken so much later than we wanted, we stood still ourselves: what we miss may be waiting at our own door."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,6 +248,8 @@ class RequestMachine:
         self._looked_at: WorkerId | None = None
         self._question = 0
         self._look = 0
+        self._spread = crc32(job.request.encode()) / 2**32
+        """Its place among all that would ask at once, in [0, 1)."""
 
     @property
     def received(self) -> int:
@@ -279,7 +285,8 @@ class RequestMachine:
                 return self._worker_lost(worker, why, now)
             case BusReturned():
                 if self.state in ("prefilling", "streaming"):
-                    self._look_at_s = now + self.limits.gap_s  # what is on its way again comes first
+                    # What is on its way again comes first; and all other requests would ask as well.
+                    self._look_at_s = now + self.limits.gap_s * (1 + self._spread)
                 return []
             case Woke():
                 return self._woke(now)
@@ -516,7 +523,9 @@ class RequestMachine:
         if self._ask_again_s is not None and now >= self._ask_again_s:
             return self._ask_conductor(now)
         if self._gap_since_s is not None and now >= self._gap_since_s + self.limits.gap_s:
-            return self._tokens_lost(now)
+            if now <= self._gap_since_s + self.limits.gap_s + _LATE_S:
+                return self._tokens_lost(now)
+            self._gap_since_s = now
         if self.state == "streaming" and self.last_token_s is not None \
                 and now >= self.last_token_s + self.limits.stall_s:
             return self._broken(self._placed().decode, "stalled", f"no token for {self.limits.stall_s:g} s", now)

@@ -72,8 +72,8 @@ LANDING = Landing(
     grant=Grant(worker=D1, incarnation=INCARNATION, operation=OperationId("o"), ranges=[], expires_at_s=0, token=b""))
 
 
-def machine(*, replayable: bool = False, **limits: Any) -> RequestMachine:
-    job = Job(request=REQUEST, gateway=GatewayId("g"), model="m", spec=SpecDigest("s"), tenant="t", num_tokens=3,
+def machine(*, replayable: bool = False, request: RequestId = REQUEST, **limits: Any) -> RequestMachine:
+    job = Job(request=request, gateway=GatewayId("g"), model="m", spec=SpecDigest("s"), tenant="t", num_tokens=3,
               tokens=pack_tokens([1, 2, 3]), keys=b"", root=BlockKey(b"root"), sampling=Sampling(max_tokens=9),
               exclude=(WorkerId("prefill-9"),), replayable=replayable)
     return RequestMachine(job, Limits(**limits), retry_delay_s=lambda attempt: 0.1 * 2**attempt)
@@ -330,6 +330,26 @@ def test_a_lost_chunk_breaks_the_answer_off() -> None:
     (script >> after(1.0)).done()
 
 
+def test_a_gateway_that_stood_still_looks_again_before_it_misses_tokens() -> None:
+    script = at_stream(gap_s=2.0, quiet_s=60.0)
+    made, now = script.machine, script.now
+    assert made.handle(chunk(2, 7), now=now) == [] and made.next_wake() == now + 2.0
+    assert made.handle(Woke(), now=now + 3.0) == [], "a second late: they may have come by now, unread"
+    assert made.handle(chunk(1, 6), now=now + 3.1) == [Deliver([6, 7], "")]
+    assert made.handle(chunk(4, 9), now=now + 4.0) == []
+    assert made.handle(Woke(), now=now + 7.0) == [] and made.next_wake() == now + 9.0
+    assert [type(effect) for effect in made.handle(Woke(), now=now + 9.0)] == [Tell, Ended], "but not for ever"
+
+
+def test_requests_do_not_all_ask_at_once_when_the_bus_is_back() -> None:
+    looks = []
+    for name in range(100):
+        script = at_prefill(gap_s=2.0, request=RequestId(f"request-{name}"))
+        script.machine.handle(BusReturned(), now=script.now)
+        looks.append(script.machine.next_wake() - script.now)
+    assert 2.0 <= min(looks) < 2.2 and 3.8 < max(looks) < 4.0
+
+
 def state(stage: Any, sent: int = 0) -> JobState:
     return JobState(request=REQUEST, attempt=0, stage=stage, sent=sent)
 
@@ -345,8 +365,8 @@ def test_a_long_prefill_is_looked_after_and_left_alone() -> None:
 @pytest.mark.parametrize("said", [state("unknown"), state("waiting"), state("running", 1)])
 def test_a_first_token_that_the_bus_lost_is_missed_soon_after_its_return(said: JobState) -> None:
     script = at_prefill(gap_s=2.0)
-    (script >> BusReturned()).done()
-    script >> after(2.0) << asks(P1, Inquiry)
+    (script >> BusReturned() >> after(1.9)).done()
+    script >> after(2.1) << asks(P1, Inquiry)
     script.reply(state("unknown")) << asks(D1, Inquiry)
     (script.reply(said) >> after(1.9)).done()
     script >> after(0.2) << cancelled(0, reason="tokens_lost") << asks_place(attempt=1, exclude=["prefill-9"])
@@ -355,7 +375,7 @@ def test_a_first_token_that_the_bus_lost_is_missed_soon_after_its_return(said: J
 def test_tokens_that_come_after_all_are_not_lost() -> None:
     script = at_prefill(gap_s=2.0)
     script >> BusReturned()
-    script >> after(2.0) << asks(P1, Inquiry)
+    script >> after(4.0) << asks(P1, Inquiry)
     script.reply(state("unknown")) << asks(D1, Inquiry)
     script.reply(state("running", 1)).done()
     script >> chunk(0, 5) << Deliver([5], "")
