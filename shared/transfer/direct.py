@@ -20,7 +20,7 @@ from shared.transfer.lane import DIAL_ERRORS, LATE, Sender, StreamLane, Transfer
 from shared.transfer.plan import Batch, Choice
 from shared.transfer.router import MakeLane
 from shared.transfer.types import Outcome, PeerGone, Slice, Trouble
-from shared.transfer.wire import Bytes, Connection
+from shared.transfer.wire import Connection
 
 WINDOW = 4
 """Claims of one push on one connection that are not answered yet."""
@@ -82,13 +82,11 @@ class _Line:
         left_s = self.connection.set_patience(deadline_s)
         number, self._sent = self._sent, self._sent + 1
         timeout_ms = max(1, min(MAX_TIMEOUT_MS, int(left_s * 1e3)))
-        payload: Bytes | None = None
         if form.fetched:
-            frame = form.copy(number, timeout_ms, remote.offset, remote.length, item.offset, deadline_s)
+            frame, sent = form.copy(number, timeout_ms, remote.offset, remote.length, item.offset, deadline_s), 0
         else:
-            frame = form.write(number, timeout_ms, remote.offset, remote.length)
-            payload = segment.array[item.offset:item.offset + remote.length]
-        body = self.connection.exchange(frame, payload, good_ack(number))
+            frame, sent = form.write(number, timeout_ms, remote.offset, remote.length), remote.length
+        body = self.connection.exchange(frame, segment.buffer, item.offset, sent, good_ack(number))
         outcome = DONE if body is None else outcome_of(_answer(body, number), count=1, deadline_s=deadline_s,
                                                        proven=False)
         self.engaged = False

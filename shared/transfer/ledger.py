@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,7 @@ class Ledger:
         #: {segment: every byte granted to some operation}
         self._granted: dict[str, IntervalSet] = {}
         #: {path: bytes verified}
-        self.received_bytes_by_path: dict[str, int] = {}
+        self.received_bytes_by_path: Counter[str] = Counter()
         self.corrupt_spans = 0
         self.refused_claims = 0
 
@@ -166,7 +167,7 @@ class Ledger:
                     if checksums:
                         continue
                     bad = list(range(len(writer.spans)))
-                quiet = self._book(writer, bad)
+                quiet = self._book(writer, bad) if bad or len(writer.spans) > 1 else self._book_one(writer)
             break
         for callback in quiet:
             callback()
@@ -189,10 +190,23 @@ class Ledger:
                 for start, stop in span.parts():
                     change(start, stop)
             good_bytes += 0 if i in bad else span.length * span.count
-        counts = self.received_bytes_by_path
-        counts[writer.path] = counts.get(writer.path, 0) + good_bytes
+        self.received_bytes_by_path[writer.path] += good_bytes
         self.corrupt_spans += len(bad)
         return self._leave(entry, writer)
+
+    def _book_one(self, writer: Writer) -> Sequence[Callable[[], None]]:
+        """What :meth:`_book` does for a single span that is good, or none. Under the lock."""
+        entry = self._entries[writer.operation]
+        for span in writer.spans:
+            verified = entry.verified.get(span.segment)
+            if verified is None:
+                verified = entry.verified[span.segment] = IntervalSet()
+            if not verified.covers(span.offset, span.stop if span.count > 1 else span.offset + span.length):
+                for start, stop in span.parts():
+                    verified.add(start, stop)
+            self.received_bytes_by_path[writer.path] += span.length * span.count
+        entry.writers.discard(writer)
+        return self._close_if_quiet(writer.operation, entry) if entry.revoked else ()
 
     def fail(self, writer: Writer) -> None:
         """Ends ``writer`` badly. Call it only once nothing can write for it any more."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shared.transfer.settings import TransferSettings
 
-_API = 1
+_API = 2
 """What is asked of it; a file that was built before this source was written may not have it."""
 
 try:

@@ -126,10 +126,11 @@ class Session(ABC):
         self._writers[claim.id] = writer
         return writer
 
-    def _commit(self, claim: frames.Claim, checksums: list[int]) -> list[int]:
+    def _commit(self, claim: frames.Claim, checksums: list[int], good: bytes = b"") -> list[int]:
         """Ends a claim well: booked before its note is passed on, and that before it is acknowledged.
 
-        Returns the indexes of spans that differ from their checksums.
+        ``good``: its :func:`frames.good_ack`, if that is made already. Returns the indexes of spans that differ from
+        their checksums.
         """
         bad = self._ledger.verify(self._writers[claim.id], checksums)
         del self._writers[claim.id]
@@ -138,7 +139,7 @@ class Session(ABC):
         if bad:
             self._connection.send(frames.Ack(claim.id, bad=bad))
         else:
-            self._connection.send_whole(frames.good_ack(claim.id))
+            self._connection.send_whole(good or frames.good_ack(claim.id))
         return bad
 
     def _begin_copy(self, claim: frames.Copy) -> Writer | None:

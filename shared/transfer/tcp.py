@@ -77,13 +77,14 @@ class TcpSession(Session):
         if self._begin(body) is None:
             self._drain(sum(span.length for span in body.spans))
             return
+        good = frames.good_ack(body.id)  # here, where the bytes are still on their way
         for span in body.spans:
             segment = self._ledger.segment_of(span)
             landing = segment.landing(span.offset, span.length)
             self._connection.receive_into(landing.data)
             segment.landed(span.offset, landing)
         self.deadline_s = None
-        self._commit(body, body.checksums)
+        self._commit(body, body.checksums, good)
 
     def _drain(self, nbytes: int) -> None:
         scratch = np.empty(min(nbytes, _DRAIN_BYTES), dtype=np.uint8).data

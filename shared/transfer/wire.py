@@ -83,32 +83,36 @@ class Connection:
     def send_whole(self, frame: bytes) -> None:
         """A frame that is encoded already. Blocks. Raises ``OSError``."""
         with self._sending:
-            self._send_rest(self._unsent)
+            if self._unsent:
+                self._send_rest(self._unsent)
             sent = self._sock.send(frame)
             if sent < len(frame):
                 self._send_rest([memoryview(frame)[sent:]])
 
-    def exchange(self, frame: bytes, payload: Bytes | None, wanted: bytes) -> frames.Body | None:
-        """Sends ``frame`` and ``payload``, and receives the answer: ``None`` when it is the frame ``wanted``.
+    def exchange(self, frame: bytes, memory: memoryview, start: int, nbytes: int, wanted: bytes) -> frames.Body | None:
+        """Sends ``frame`` and ``nbytes`` of ``memory`` from ``start`` on, and receives the answer: ``None`` when it is
+        the frame ``wanted``.
 
-        For a connection that nobody else uses meanwhile and whose answers are all received. Blocks. Raises what
-        :meth:`send` and :meth:`receive` raise.
+        For a connection that nobody else uses meanwhile, whose answers are all received and whose patience is set.
+        Blocks. Raises what :meth:`send` and :meth:`receive` raise.
         """
-        ahead, stream = self._ahead, self._stream
-        if stream is not None and self._deadline_s is not None:
-            received = stream.exchange(frame, b"" if payload is None else payload, ahead, self._deadline_s)
+        ahead, stream, deadline_s = self._ahead, self._stream, self._deadline_s
+        assert deadline_s is not None
+        if stream is not None:
+            received = stream.exchange(frame, memory, start, nbytes, ahead, wanted, deadline_s)
+            if received is None:
+                return None
             if not received:
                 raise Closed
             self._low, self._high = 0, received
         else:
-            self._send_rest([memoryview(frame), *([payload.data] if payload is not None else [])])
-            if self._deadline_s is not None:
-                self.set_patience(self._deadline_s)
+            self._send_rest([memoryview(frame), memory[start:start + nbytes]] if nbytes else [memoryview(frame)])
+            self.set_patience(deadline_s)
             self._low = self._high = 0
             self._read_ahead(0)
-        if ahead[:self._high] == wanted:
-            self._low = self._high
-            return None
+            if ahead[:self._high] == wanted:
+                self._low = self._high
+                return None
         return self.receive()
 
     def send_now(self, body: frames.Body, payload: Sequence[Bytes] = (), descriptors: Sequence[int] = (), *,
@@ -197,6 +201,8 @@ class Connection:
             view = view[ahead:]
         while view:
             received = self._receive(view, socket.MSG_WAITALL)
+            if received == len(view):
+                return
             if received == 0:
                 raise Closed
             view = view[received:]

@@ -153,7 +153,7 @@ def test_the_kernels_patience_ends_a_wait(pair: Any) -> None:
     with pytest.raises(BlockingIOError):
         stream(right, 50.0).receive(bytearray(1), 0)
     with pytest.raises(BlockingIOError):
-        stream(left).exchange(b"head", bytes(8 << 20), bytearray(9), time.monotonic() + 60)
+        stream(left).exchange(b"head", bytes(8 << 20), 0, 8 << 20, bytearray(9), b"", time.monotonic() + 60)
 
 
 def test_descriptors_come_along(pair: Any, tmp_path: Any) -> None:
@@ -180,9 +180,27 @@ def test_an_exchange_sends_all_and_hears_the_answer(pair: Any, nbytes: int) -> N
     answering = threading.Thread(target=answer)
     answering.start()
     room = bytearray(9)
-    assert stream(left, 100.0).exchange(b"head", SOURCE[:nbytes], room, time.monotonic() + 60) == 3
+    assert stream(left, 100.0).exchange(b"head", SOURCE, 1, nbytes, room, b"nay", time.monotonic() + 60) == 3
     answering.join(10)
-    assert room[:3] == b"yes" and heard == b"head" + SOURCE[:nbytes].tobytes()
+    assert room[:3] == b"yes" and heard == b"head" + SOURCE[1:1 + nbytes].tobytes()
+
+
+def test_an_exchange_knows_the_wanted_answer(pair: Any) -> None:
+    left, right = pair
+    room = bytearray(9)
+    for answer, heard in ((b"yes", None), (b"yet", 3), (b"ye", 2), (b"yes!", 4)):
+        right.send(answer)
+        assert stream(left).exchange(b"head", b"", 0, 0, room, b"yes", time.monotonic() + 60) == heard
+    assert right.recv(99) == b"head" * 4
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (0, -1), (0, 11), (10, 1), (11, 0), (2**62, 2**62)])
+def test_an_exchange_sends_nothing_that_is_not_there(pair: Any, start: int, nbytes: int) -> None:
+    left, right = pair
+    with pytest.raises(ValueError, match="does not have"):
+        stream(left).exchange(b"head", bytes(10), start, nbytes, bytearray(9), b"", time.monotonic() + 60)
+    left.close()
+    assert right.recv(99) == b""
 
 
 def test_an_exchange_with_a_slow_reader_ends_at_its_deadline() -> None:
@@ -192,7 +210,7 @@ def test_an_exchange_with_a_slow_reader_ends_at_its_deadline() -> None:
         left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
         started_s = time.monotonic()
         with right, pytest.raises(BlockingIOError):
-            stream(left).exchange(b"head", bytes(64 << 20), bytearray(9), started_s + 0.05)
+            stream(left).exchange(b"head", bytes(64 << 20), 0, 64 << 20, bytearray(9), b"", started_s + 0.05)
         assert time.monotonic() - started_s < 2
 
 
@@ -200,7 +218,7 @@ def test_an_exchange_hears_an_answer_by_its_deadline_or_not_at_all(pair: Any) ->
     left, _ = pair
     started_s = time.monotonic()
     with pytest.raises(BlockingIOError):
-        stream(left, 50.0).exchange(b"head", b"", bytearray(9), started_s + 0.05)
+        stream(left, 50.0).exchange(b"head", b"", 0, 0, bytearray(9), b"", started_s + 0.05)
     assert 0.05 <= time.monotonic() - started_s < 2
 
 
@@ -208,4 +226,4 @@ def test_an_exchange_with_nobody_fails(pair: Any) -> None:
     left, right = pair
     right.close()
     with pytest.raises(OSError):
-        stream(left).exchange(b"head", SOURCE, bytearray(9), time.monotonic() + 60)
+        stream(left).exchange(b"head", SOURCE, 0, len(SOURCE), bytearray(9), b"", time.monotonic() + 60)
