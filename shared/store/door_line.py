@@ -120,10 +120,10 @@ class Line:
         if self._stream is None or self._deadline_s is None or self._low != self._high or self._takes_descriptors:
             self.send(body)
             return self.receive()
-        self._low = 0
-        self._high = self._try(self._stream.exchange, frames.encode(body), b"", self._ahead, self._deadline_s)
-        if not self._high:
+        received = self._try(self._stream.exchange, frames.encode(body), b"", 0, 0, self._ahead, b"", self._deadline_s)
+        if not received:
             raise Closed
+        self._low, self._high = 0, received
         return self.receive()
 
     # -- in -----------------------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ KV = CacheSpec(model="tiny", weights_digest="", tokenizer_digest="", dtype="floa
 PATHS = ("shm", "tcp")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_path = pytest.mark.parametrize("path", PATHS)
+every_client = pytest.mark.parametrize("store", KINDS, indirect=True)
+"""Both clients over both paths. Other tests take one client for each path: what differs between the clients is not how
+they talk to a worker."""
+at_the_door = pytest.mark.parametrize("path", ["shm"])
+"""Of what the door does alike whatever the path."""
 
 
 def value(seed: int, nbytes: int = NBYTES) -> bytes:
@@ -85,15 +90,17 @@ async def owner(nats_url: str, path: str) -> AsyncIterator[Owner]:
         opened.agent.pool.check_invariants()
 
 
-@pytest.fixture(params=KINDS)
-async def store(request: pytest.FixtureRequest, owner: Owner, nats_url: str) -> AsyncIterator[Any]:
-    async with open_client(request.param, nats_url, SPEC, name="reader") as client:
+@pytest.fixture
+async def store(request: pytest.FixtureRequest, owner: Owner, nats_url: str, path: str) -> AsyncIterator[Any]:
+    kind = getattr(request, "param", "sync" if path == "shm" else "async")
+    async with open_client(kind, nats_url, SPEC, name="reader") as client:
         yield client
 
 
 # -- what it is for -------------------------------------------------------------------------------------------------
 
 
+@every_client
 async def test_what_was_put_is_got_and_gone_once_removed(store: Any) -> None:
     assert await store.get("a") is None
     assert not await store.exists("a")
@@ -127,6 +134,7 @@ async def test_registered_memory_of_every_kind_is_put_from_and_got_into(store: A
         store.unregister(buffer)
 
 
+@every_client
 async def test_batches_say_which_are_there(store: Any, owner: Owner) -> None:
     source, landing = store.buffer(8 * NBYTES), store.buffer(8 * NBYTES)
     source.array[:] = np.frombuffer(value(1, 8 * NBYTES), dtype=np.uint8)
@@ -161,6 +169,7 @@ async def test_what_is_pinned_stays(store: Any, owner: Owner, eventually: Eventu
     assert await store.get("pinned") is None
 
 
+@at_the_door
 async def test_a_pin_is_renewed_while_its_client_lives_and_ends_with_it(
         owner: Owner, nats_url: str, eventually: Eventually) -> None:
     def pinned() -> int:
@@ -191,6 +200,7 @@ async def test_calls_run_side_by_side(store: Any) -> None:
     assert await asyncio.gather(*(store.get(f"key {i}") for i in range(12))) == [value(i) for i in range(12)]
 
 
+@at_the_door
 async def test_tenants_do_not_see_each_other(owner: Owner, nats_url: str) -> None:
     async with (open_client("async", nats_url, SPEC, tenant="one") as one,
                 open_client("async", nats_url, SPEC, tenant="two") as two):
@@ -264,9 +274,10 @@ async def test_wrong_sizes_and_batches_are_refused(store: Any, owner: Owner) -> 
 
 
 @every_kind
-async def test_another_spec_is_refused_with_the_difference(nats_url: str, kind: str) -> None:
+async def test_another_spec_is_refused_with_the_difference(nats_url: str, kind: str, eventually: Eventually) -> None:
     other = CacheSpec.opaque("values", 2 * NBYTES)
     async with open_owner(order(nats_url, SPEC)), open_client(kind, nats_url, other) as store:
+        await eventually(lambda: store._directory.map.foreign, "the worker has said hello")
         with pytest.raises(ForeignSpec, match="head_dim: 8192 here, 4096 there"):
             await store.put("a", value(1, 2 * NBYTES))
         with pytest.raises(ForeignSpec):
@@ -303,6 +314,7 @@ def connect(opened: DoorOpened) -> Line:
     return Line(sock, frames.decode_reply)
 
 
+@at_the_door
 @pytest.mark.parametrize(("changes", "why"), [
     ({"token": bytes(32)}, "not of this door"),
     ({"tenant": "another"}, "not of this door"),
@@ -326,6 +338,7 @@ async def test_who_has_no_token_stays_outside(owner: Owner, nats_url: str, chang
     assert counted("enter", code) == before + 1
 
 
+@at_the_door
 async def test_a_token_expires(owner: Owner, nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.store.door.TOKEN_S", -1.0)
     opened, enter = await ask_for_door(nats_url)
@@ -338,6 +351,7 @@ async def test_a_token_expires(owner: Owner, nats_url: str, monkeypatch: pytest.
         line.close()
 
 
+@at_the_door
 async def test_a_client_whose_token_expired_gets_another(owner: Owner, nats_url: str,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_client("async", nats_url, SPEC) as store:
@@ -406,6 +420,7 @@ async def test_a_drained_worker_refuses_values_and_another_takes_them(
         assert len(list(other.agent.pool.blocks())) == 1
 
 
+@at_the_door
 async def test_clients_keep_at_most_half_of_the_pool(owner: Owner, nats_url: str) -> None:
     async with open_client("async", nats_url, SPEC) as store:
         for i in range(16):
@@ -569,6 +584,27 @@ async def test_values_go_where_they_belong_and_are_found_by_everybody(nats_url: 
             assert await reader.batch_exists(keys) == [True] * 32
 
 
+async def test_a_chain_goes_on_where_it_is_although_it_was_not_known(nats_url: str, eventually: Eventually) -> None:
+    value_bytes = KV.block_bytes
+    async with (open_owner(order(nats_url, KV, worker="store-1", num_blocks=64)) as first,
+                open_client("sync", nats_url, KV) as store):
+        chains = [store.chain([i] * 3 * KV.block_tokens) for i in range(12)]
+        for blocks in chains:
+            for block in blocks[:2]:
+                assert await store.put(block, value(1, value_bytes))
+        async with open_owner(order(nats_url, KV, worker="store-2", num_blocks=64)):
+            whereabouts = store._directory.map
+            await eventually(lambda: all(whereabouts.owners(blocks[1].key) for blocks in chains))
+            elsewhere = [blocks for blocks in chains if whereabouts.ranked(blocks[2].key)[0].worker == "store-2"]
+            assert elsewhere, "some would belong to the other worker"
+            for blocks in elsewhere:
+                whereabouts.forget(blocks[1].key, first.door._worker)
+                assert await store.put(blocks[2], value(2, value_bytes))
+                assert first.agent.holds(blocks[2].key)
+            with pytest.raises(MissingParent):
+                await store.put(store.chain([99] * 2 * KV.block_tokens)[1], value(2, value_bytes))
+
+
 async def test_checksums_go_both_ways_where_they_are_wanted(nats_url: str, path: str) -> None:
     wanted = order(nats_url, SPEC, path=path)
     settings = msgspec.structs.replace(wanted.settings, checksums="on")
@@ -583,6 +619,7 @@ async def test_checksums_go_both_ways_where_they_are_wanted(nats_url: str, path:
         assert owner.agent.buffer(slot)[0] == value(1)[0]
 
 
+@at_the_door
 async def test_a_stock_goes_back_to_the_pool(owner: Owner, nats_url: str, eventually: Eventually) -> None:
     async with open_client("async", nats_url, SPEC) as store:
         await store.put("a", value(1))  # plain bytes go to a thread, which keeps a slot ready for the next
@@ -622,6 +659,7 @@ async def test_a_batch_larger_than_a_question(nats_url: str, path: str) -> None:
         assert np.array_equal(source.array, landing.array)
 
 
+@at_the_door
 async def test_many_pins_of_a_dead_client_end_by_their_ttl(owner: Owner, nats_url: str, eventually: Eventually) -> None:
     async with open_client("async", nats_url, SPEC) as store:
         await store.put("a", value(1))

@@ -27,7 +27,7 @@ KINDS = ("async", "sync")
 class Blocking:
     """A blocking client whose calls can be awaited: each runs in a thread."""
 
-    _PLAIN = ("buffer", "register", "unregister", "chain", "value_bytes", "spec")
+    _PLAIN = ("buffer", "register", "unregister", "chain", "value_bytes", "spec", "_directory")
 
     def __init__(self, client: SyncClient) -> None:
         self._client = client
