@@ -138,6 +138,10 @@ class PrefillBoard(_Board):
         ranks, _, spare_s = self._waiting[:, :, :max(self._longest, 1)]
         rank = self.order.ranks(now, prefill_s)
         late: Mask = ((ranks > rank[..., None]) & (spare_s >= 0.0) & (spare_s < prefill_s[..., None])).any(axis=-1)
+        if self.order.is_preemptive:
+            since_s, front_spare_s = self._rows[9:11]
+            makes_way = self.order.ranks(since_s, self._front_s(now)) > rank
+            late |= makes_way & (front_spare_s >= 0.0) & (front_spare_s < prefill_s)
         return late
 
     def _front_s(self, now: float) -> Column:
@@ -200,7 +204,7 @@ def _prefill_cells(worker: Worker) -> tuple[float, ...]:
     return (burden.behind_s, burden.first_left_s + burden.first_since_s, burden.first_least_s,
             burden.unexplained_s + worker.load_s if burden.unexplained_s else 0.0, *costs.prefill,
             fixed_s + byte_s * burden.receiving_bytes, byte_s,
-            burden.front.placed_s if burden.front is not None else 0.0, worker.taught_s)
+            burden.front.placed_s if burden.front is not None else 0.0, burden.first_spare_s, worker.taught_s)
 
 
 def _decode_cells(worker: Worker) -> tuple[float, ...]:

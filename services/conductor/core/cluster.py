@@ -117,6 +117,8 @@ class Burden(NamedTuple):
     """The front's seconds of computing that were left then; time has passed since."""
     first_least_s: float
     """What it counts for however long it runs."""
+    first_spare_s: float
+    """By how much it will be early, see :class:`Waiting`."""
     unexplained_s: float
     """Seconds of computing that the last heartbeat counted and no job explains."""
     receiving_bytes: int
@@ -298,6 +300,7 @@ class Worker:
         front: Job | None = None
         waiting: list[Waiting] = []
         first_left_s = first_since_s = first_least_s = unexplained_s = 0.0
+        first_spare_s = math.inf
         if self.unexplained_tokens:
             unexplained_s = self.costs.prefill_s(num_tokens=self.unexplained_tokens, hit_tokens=0)
         if self.prefilling:
@@ -310,6 +313,7 @@ class Worker:
             first_since_s = max(front.placed_s if front.started_s is None else front.started_s, self.turned_s)
             first_least_s = min(first_left_s, front.work_s * _LEAST_REMAINING)
             end_s = first_since_s + first_left_s + unexplained_s
+            first_spare_s = front.due_s - end_s
             for rank, job in ranked[1:]:
                 left_s = job.left_s
                 behind_s += left_s
@@ -331,8 +335,8 @@ class Worker:
                     free_blocks -= job.reserved_blocks
             batch, context_tokens = max(batch, len(self.decoding)), max(context_tokens, known_tokens)
         return Burden(
-            front, tuple(waiting), behind_s, first_left_s, first_since_s, first_least_s, unexplained_s, receiving_bytes,
-            sum(self.sending.values()), batch, context_tokens, free_blocks)
+            front, tuple(waiting), behind_s, first_left_s, first_since_s, first_least_s, first_spare_s, unexplained_s,
+            receiving_bytes, sum(self.sending.values()), batch, context_tokens, free_blocks)
 
     def ranked(self) -> list[tuple[float, Job]]:
         """(rank, prefill) of all here in the order they will be computed in: first the one that runs."""
