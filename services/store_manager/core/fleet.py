@@ -99,11 +99,6 @@ class Fleet:
                     and peer.receiving < self._policy.receive_limit and peer.next_copy_s <= now):
                 yield peer
 
-    def could_be_targets(self, spec: str) -> bool:
-        """Whether anybody of ``spec`` may take copies at some time."""
-        return any(member.spec == spec and not member.draining for worker in self.peers
-                   if (member := self._membership.get(worker)) is not None)
-
     def free_blocks(self, worker: WorkerId) -> int:
         """Slots that are free or could be freed, as it said last; 0 when it said nothing yet."""
         member = self._membership.get(worker)
