@@ -123,6 +123,11 @@ class BlockPool:
         """How many cached blocks are ``tenant``'s."""
         return self._tenants[tenant]
 
+    def pinned_by(self, operation: OperationId) -> int:
+        """How many cached blocks the operation pins, those included that its own continue."""
+        held = self._operations.get(operation)
+        return 0 if held is None else len(held.pinned)
+
     @property
     def policy(self) -> Policy:
         """The policy, to be asked for its name and its odds; its events come from the pool alone."""

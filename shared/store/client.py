@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -360,7 +360,9 @@ class Client(_Calls):
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             call.cancel()
-            await asyncio.wait([done])  # its thread is cut off, so this takes no time
+            while not done.done():  # its thread is cut off, so it takes no time; till then it uses the caller's memory
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
             if not done.cancelled() and done.exception() is None and isinstance(result := done.result(), _Kept):
                 result.end()
             raise

@@ -237,8 +237,12 @@ class Door:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError as error:  # out of descriptors, or a client that left while queued
+        except BlockingIOError:
+            return  # a client that left while queued
+        except OSError as error:  # out of descriptors: who waits goes on waiting, and the loop must not wait on them
             log.warning("action=door_accept_failed error=%s", error)
+            self._loop.remove_reader(listener.fileno())
+            self._loop.call_later(WATCH_S, self._accept_again, listener)
             return
         if len(self._visits) >= MAX_VISITS:
             _count("enter", "full")
@@ -251,6 +255,10 @@ class Door:
         visit = _Visit(Line(sock, frames.decode_request), local, f"door-{self._counted}", host_clock_s() + HANDSHAKE_S)
         self._visits.add(visit)
         self._loop.add_reader(sock.fileno(), self._hear, visit)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if not self._closing:
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _hear(self, visit: _Visit) -> None:
         """Something can be read of a visit that has no thread."""
@@ -327,9 +335,14 @@ class Door:
             visit.line.hasten(self._segment.native, takes_descriptors=True)
             if not visit.local and body.host == self._host:
                 visit.line.shorten_queues(LOCAL_QUEUE_BYTES)
-            visit.thread = threading.Thread(target=self._move, args=(visit,), name=f"{self._worker}-{visit.id}",
-                                            daemon=True)
-            visit.thread.start()
+            thread = threading.Thread(target=self._move, args=(visit,), name=f"{self._worker}-{visit.id}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread to be had
+                log.warning("action=door_visit_dropped why=%r", str(error))
+                self._end(visit)
+            else:
+                visit.thread = thread
 
     def _objection(self, visit: _Visit, enter: frames.Enter) -> tuple[str, str] | None:
         """Code and reason why it is not let in."""
@@ -441,17 +454,23 @@ class Door:
 
     def _pin(self, visit: _Visit, ask: frames.Pin) -> frames.Reply:
         keys, pin = unpack_keys(ask.keys), visit.pins.get(ask.operation)
+        most = max(4, self._num_blocks // 2)  # a worker needs room for its own work
         if pin is None:
-            # A worker needs room for its own work.
-            if len(visit.pins) >= MAX_PINS or self._pinned + len(keys) > max(4, self._num_blocks // 2):
-                return self._denied("pin", "full", f"clients have pinned {self._pinned} of {self._num_blocks} blocks, "
-                                                   f"this one by {len(visit.pins)} pins; half of them may be")
-            pin = visit.pins[ask.operation] = _Hold(self._operation(visit), len(keys), 0.0)
-            self._pinned += len(keys)
-        elif len(keys) != pin.count:
-            raise frames.FrameError(f"a pin of {pin.count} blocks is renewed for {len(keys)}")
+            if len(visit.pins) >= MAX_PINS or self._pinned + len(keys) > most:
+                return self._pins_full(visit)
+            pin = visit.pins[ask.operation] = _Hold(self._operation(visit), 0, 0.0)
+        marks = [int(self._pin_one(pin.operation, key) != frames.MISSING) for key in keys]
+        before, pin.count = pin.count, max(len(keys), self._agent.pool.pinned_by(pin.operation))
+        self._pinned += pin.count - before
+        if self._pinned > most and pin.count > before:  # with what these blocks continue, which is pinned as well
+            self._end_hold(visit.pins.pop(ask.operation))
+            return self._pins_full(visit)
         pin.until_s = host_clock_s() + ask.ttl_ms / 1e3
-        return frames.Marks([int(self._pin_one(pin.operation, key) != frames.MISSING) for key in keys])
+        return frames.Marks(marks)
+
+    def _pins_full(self, visit: _Visit) -> frames.Denied:
+        return self._denied("pin", "full", f"clients have pinned {self._pinned} of {self._num_blocks} blocks, this one "
+                                           f"by {len(visit.pins)} pins; half of them may be, with what they continue")
 
     def _take_inline(self, visit: _Visit, ask: frames.Put) -> frames.Reply | None:
         """A short PUT, copied here and now; ``None`` when there is no room now and it may wait."""
@@ -687,7 +706,7 @@ class Door:
             key, parent = BlockKey(block.key), BlockKey(block.parent)
             if pool.block(key) is not None:
                 marks.append(_NO)
-            elif block.depth > 0 and pool.block(parent) is None:
+            elif block.depth > 0 and ((above := pool.block(parent)) is None or above.depth != block.depth - 1):
                 marks.append(_ORPHAN)
             else:
                 stored = StoredBlock(
