@@ -24,6 +24,10 @@ Mask = npt.NDArray[np.bool_]
 
 _FEW_WAITING = 8
 """Room for so many in each queue to begin with."""
+_MARGIN_S = 0.5
+"""Who would be left with less than this to spare would be late."""
+_LATE_S = 5.0
+"""Who will be later than this is late anyway."""
 _NOBODY = np.inf
 """Rank of a place in a queue where nobody is; what it would take is not looked at."""
 
@@ -134,14 +138,19 @@ class PrefillBoard(_Board):
         return Line(queue_s + front_s, delayed)
 
     def makes_late(self, prefill_s: Column, now: float) -> Mask:
-        """Where a prompt that needs so many seconds of computing would make another one late that is not yet."""
+        """Where a prompt that needs so many seconds of computing would make another one late.
+
+        Predictions are not exact: who has little to spare, or is a little late, is not made to wait either. Who is
+        late anyway holds up nobody.
+        """
         ranks, _, spare_s = self._waiting[:, :, :max(self._longest, 1)]
         rank = self.order.ranks(now, prefill_s)
-        late: Mask = ((ranks > rank[..., None]) & (spare_s >= 0.0) & (spare_s < prefill_s[..., None])).any(axis=-1)
+        after_s = prefill_s + _MARGIN_S
+        late: Mask = ((ranks > rank[..., None]) & (spare_s > -_LATE_S) & (spare_s < after_s[..., None])).any(axis=-1)
         if self.order.is_preemptive:
             since_s, front_spare_s = self._rows[9:11]
             makes_way = self.order.ranks(since_s, self._front_s(now)) > rank
-            late |= makes_way & (front_spare_s >= 0.0) & (front_spare_s < prefill_s)
+            late |= makes_way & (front_spare_s > -_LATE_S) & (front_spare_s < after_s)
         return late
 
     def _front_s(self, now: float) -> Column:

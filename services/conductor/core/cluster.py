@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from services.conductor.core.estimate import Costs
@@ -29,6 +30,9 @@ _LEAST_REMAINING = 0.1
 
 _REACH_S = 0.2
 """A heartbeat cannot yet count a job decided less than this before it came."""
+
+_RANK = attrgetter("rank")
+_FIRST = itemgetter(0)
 
 _FIRST_ANSWER_TOKENS = 256.0
 """Length of an answer before any was seen."""
@@ -74,6 +78,8 @@ class Job:
     """Seconds of computing by which its prefill worker ranks it until it starts."""
     due_s: float = math.inf
     """When its first token is due."""
+    rank: float = 0.0
+    """Its number in the queue of its prefill worker; see :mod:`shared.order`."""
     done_share: float = 0.0
     """How much of its prefill is computed, as of when its worker was last accounted for."""
     started_s: float | None = None
@@ -89,18 +95,16 @@ class Job:
         """Seconds of computing that were left when its worker was last accounted for."""
         return self.work_s * (1.0 - self.done_share)
 
-    def rank(self, order: Order) -> float:
-        """Its number in the queue of its prefill worker."""
-        return order.rank(self.placed_s, self.ranked_s if self.started_s is None else self.left_s)
+    def advance(self, done_share: float, order: Order) -> None:
+        """So much of it is computed; it gets another number."""
+        self.done_share = done_share
+        if self.started_s is not None:
+            self.rank = order.rank(self.placed_s, self.left_s)
 
 
-class Waiting(NamedTuple):
-    """One prompt of a queue that is not being computed right now."""
-
-    rank: float
-    left_s: float
-    spare_s: float
-    """By how much it will be early, as things are; below 0 it will be late, infinite when nothing is asked."""
+Waiting = tuple[float, float, float]
+"""One prompt of a queue that is not being computed right now: its rank, the seconds of computing it has left, and by
+how many seconds it will be early as things are (below 0 it will be late; infinite when nothing is asked)."""
 
 
 class Burden(NamedTuple):
@@ -118,7 +122,7 @@ class Burden(NamedTuple):
     first_least_s: float
     """What it counts for however long it runs."""
     first_spare_s: float
-    """By how much it will be early, see :class:`Waiting`."""
+    """By how many seconds it will be early, as in :data:`Waiting`."""
     unexplained_s: float
     """Seconds of computing that the last heartbeat counted and no job explains."""
     receiving_bytes: int
@@ -193,8 +197,8 @@ class Worker:
         """Seconds computed before a prompt that needs so many, and how many it makes wait longer."""
         burden, order = self.burden, self.order
         rank = order.rank(now, prefill_s)
-        ahead = bisect_right(burden.waiting, rank, key=_rank)
-        queue_s, delayed = sum(one.left_s for one in burden.waiting[:ahead]), len(burden.waiting) - ahead
+        ahead = bisect_right(burden.waiting, rank, key=_FIRST)
+        queue_s, delayed = sum(left_s for _, left_s, _ in burden.waiting[:ahead]), len(burden.waiting) - ahead
         front_s = self.queue_s(now) - burden.behind_s
         front = burden.front
         if front is None or not order.is_preemptive or order.rank(front.placed_s, front_s) <= rank:
@@ -206,7 +210,7 @@ class Worker:
         front = self.burden.front
         if front is not None and front.work_s > 0:
             left_s = max(front.left_s - (now - self.burden.first_since_s), self.burden.first_least_s)
-            front.done_share = 1.0 - left_s / front.work_s
+            front.advance(1.0 - left_s / front.work_s, self.order)
         self.turned_s = now
         self.changed()
 
@@ -308,16 +312,16 @@ class Worker:
                 for _, nbytes in job.fetches:
                     receiving_bytes += nbytes
             ranked = self.ranked()
-            front = ranked[0][1]
+            front = ranked[0]
             first_left_s = front.left_s
             first_since_s = max(front.placed_s if front.started_s is None else front.started_s, self.turned_s)
             first_least_s = min(first_left_s, front.work_s * _LEAST_REMAINING)
             end_s = first_since_s + first_left_s + unexplained_s
             first_spare_s = front.due_s - end_s
-            for rank, job in ranked[1:]:
-                left_s = job.left_s
+            for job in ranked[1:]:
+                left_s = job.work_s * (1.0 - job.done_share)
                 behind_s += left_s
-                waiting.append(Waiting(rank, left_s, job.due_s - (end_s + behind_s)))
+                waiting.append((job.rank, left_s, job.due_s - (end_s + behind_s)))
         load = self.load
         if load is None:  # then no job is in it
             batch = context_tokens = 0
@@ -338,11 +342,10 @@ class Worker:
             front, tuple(waiting), behind_s, first_left_s, first_since_s, first_least_s, first_spare_s, unexplained_s,
             receiving_bytes, sum(self.sending.values()), batch, context_tokens, free_blocks)
 
-    def ranked(self) -> list[tuple[float, Job]]:
-        """(rank, prefill) of all here in the order they will be computed in: first the one that runs."""
-        order = self.order
-        ranked = sorted(((job.rank(order), job) for job in self.prefilling.values()), key=_rank)
-        for place, (_, job) in enumerate(ranked):
+    def ranked(self) -> list[Job]:
+        """The prefills here in the order they will be computed in: first the one that runs."""
+        ranked = sorted(self.prefilling.values(), key=_RANK)
+        for place, job in enumerate(ranked):
             if job.started_s is not None:  # of those that began the first in order runs: it took over from the others
                 ranked.insert(0, ranked.pop(place))
                 break
@@ -398,6 +401,7 @@ class Cluster:
                 if (owner := self.workers.get(source.owner)) is not None:
                     owner.sending[job.request] = owner.sending.get(job.request, 0) + nbytes
                     owner.changed()
+            job.rank = prefill.order.rank(now, job.ranked_s)
             prefill.prefilling[job.request] = job
             prefill.changed()
         if decode is not None:
@@ -448,10 +452,13 @@ class Cluster:
                 self._fetched(job)
                 if prefill is not None and job.started_s is None:
                     prefill.account(now)
-                job.started_s, job.done_share = now, 0.0
-                if prefill is not None and 0 <= progress.hit_tokens < progress.num_tokens:
-                    job.hit_tokens = progress.hit_tokens
-                    job.work_s = prefill.costs.prefill_s(num_tokens=progress.num_tokens, hit_tokens=progress.hit_tokens)
+                job.started_s = now
+                if prefill is not None:
+                    if 0 <= progress.hit_tokens < progress.num_tokens:
+                        job.hit_tokens = progress.hit_tokens
+                        job.work_s = prefill.costs.prefill_s(
+                            num_tokens=progress.num_tokens, hit_tokens=progress.hit_tokens)
+                    job.advance(0.0, prefill.order)
                     prefill.changed()
             case "prefilled" | "first_token":
                 self._prefilled(job, now)
@@ -513,7 +520,7 @@ class Cluster:
     def _compare(self, worker: Worker, load: Load, now: float) -> None:
         """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""
         worker.account(now)
-        ranked = [job for _, job in worker.ranked()]
+        ranked = worker.ranked()
         aside = [job for job in ranked[1:] if job.started_s is not None]
         reached = [*aside, *ranked[:1], *(job for job in ranked[1:] if job.started_s is None)]
         if load.queued + load.running < len(reached):  # some are still on their way, or lost
@@ -524,7 +531,7 @@ class Cluster:
         for job in reached:  # who was put aside is as far as it was; the one that runs is as far as the rest shows
             most = job.done_share if job in aside else 1.0
             done = min(computed, round(most * job.computed_tokens))
-            job.done_share = done / job.computed_tokens if job.computed_tokens else 0.0
+            job.advance(done / job.computed_tokens if job.computed_tokens else 0.0, worker.order)
             computed -= done
 
     def sweep(self, now: float) -> list[RequestId]:
@@ -558,10 +565,6 @@ class Cluster:
             job.fetches = []
             if (prefill := self.workers.get(job.prefill)) is not None:
                 prefill.changed()
-
-
-def _rank(ranked: tuple[float, *tuple[object, ...]]) -> float:
-    return ranked[0]
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:

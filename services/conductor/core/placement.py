@@ -47,6 +47,8 @@ _MOST_PULLS = 12
 """Workers for which pulls are put together, those first that could gain most."""
 _MOST_FUTURES = 4
 """Decode workers whose batch at the end of the prefill is looked at, those first that are best now."""
+_DOUBT = 0.05
+"""Share by which a queue may turn out longer than predicted, where a bound is to be kept."""
 _BESIDE = 0.25
 """What a second of a transfer that nobody waits for counts for."""
 _KNOWN_S = 1.0
@@ -165,6 +167,8 @@ class _Field:
     """Of the best way known: its time to first token, and what others wait longer."""
     ttft_s: Column
     """Of that way."""
+    waits_s: Column
+    """Of that, the queue."""
     pulls: dict[int, _Option] = field(default_factory=dict)
     """{place on the board: the best way with pulls}, of those that were looked at."""
 
@@ -179,8 +183,15 @@ class _Field:
         self.pulls[place] = pull
         cost_s = pull.ttft_s + self.regard * pull.delays_s
         if cost_s < self.cost_s[place]:
-            self.cost_s[place], self.ttft_s[place] = cost_s, pull.ttft_s
+            self.cost_s[place], self.ttft_s[place], self.waits_s[place] = cost_s, pull.ttft_s, pull.queue_s
         return cost_s
+
+    def ranks(self) -> Column:
+        """Seconds of computing by which the best way is ranked."""
+        ranked_s = self.ranked_s.copy()
+        for place in self.pulls:
+            ranked_s[place] = self.best(place).ranked_s
+        return ranked_s
 
     def best(self, place: int) -> _Option:
         """The best way known."""
@@ -219,17 +230,17 @@ class Placer:
                                        self._candidates(options))
         self._pull(ask, cluster, options, match, now)
         ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
-        in_time = None if ttft_slo_s is None else options.ttft_s <= ttft_slo_s
+        in_time = None if ttft_slo_s is None else options.ttft_s + _DOUBT * options.waits_s <= ttft_slo_s
         candidates = self._candidates(options)
         if in_time is not None and in_time.any():
-            in_time &= ~options.board.makes_late(options.ranked_s, now)
+            in_time &= ~options.board.makes_late(options.ranks(), now)
             if not in_time.any():
                 return reasons.others(float(options.ttft_s.min()), candidates)
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
         if decode is None:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates)
-        if ttft_slo_s is not None and prefill.ttft_s > ttft_slo_s:
+        if ttft_slo_s is not None and prefill.ttft_s + _DOUBT * prefill.queue_s > ttft_slo_s:
             return reasons.ttft(prefill.ttft_s, prefill.queue_s, ttft_slo_s, candidates)
         tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
         if tbt_slo_s is not None and decode.tbt_s > tbt_slo_s:
@@ -310,7 +321,8 @@ class Placer:
         is_open = None if queue_s.max() <= self._policy.max_queue_s else queue_s <= self._policy.max_queue_s
         ttft_s = queue_s + alone_s
         return _Field(board, covered, own, match.unmade, queue_s, delayed, ranked_s[0], alone_s, bound_s, rest_s,
-                      pull_s, is_worth, is_open, regard, ttft_s + regard * delayed * alone_s, ttft_s)
+                      pull_s, is_worth, is_open, regard, ttft_s + regard * delayed * alone_s, ttft_s,
+                      queue_s.copy())
 
     def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
