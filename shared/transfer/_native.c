@@ -22,7 +22,7 @@
 #include <immintrin.h>
 #endif
 
-enum { API = 2, MAX_DESCRIPTORS = 16, POLLS_A_YIELD = 8, CROWDED_WAITS = 64 };
+enum { API = 3, MAX_DESCRIPTORS = 16, POLLS_A_YIELD = 8, CROWDED_WAITS = 64 };
 
 /* A yield that takes longer has given the processor to somebody who had work for it. */
 static const double AWAY_US = 40;
@@ -310,6 +310,72 @@ static PyTypeObject StreamType = {
     .tp_methods = stream_methods,
 };
 
+/* -- a frame like the one before --------------------------------------------------------------------------------- */
+
+/* What stands at ``at``, big-endian. */
+static uint64_t number_at(const unsigned char *at, Py_ssize_t nbytes)
+{
+    uint64_t number = 0;
+    while (nbytes--)
+        number = number << 8 | *at++;
+    return number;
+}
+
+PyDoc_STRVAR(differ_doc,
+"differ(data, start, stop, frame, places)\n--\n\n"
+"The numbers, big-endian, at ``places`` of ``data[start:stop]``, if that begins like ``frame`` everywhere else, and\n"
+"``None`` otherwise. ``places``: a tuple of (offset, bytes) in ascending order.");
+
+static PyObject *differ(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { DATA, START, STOP, FRAME, PLACES, ARGUMENTS, MAX_PLACES = 8 };
+    (void)module;
+    if (nargs != ARGUMENTS || !PyBytes_Check(args[FRAME]) || !PyTuple_Check(args[PLACES])
+        || PyTuple_GET_SIZE(args[PLACES]) > MAX_PLACES) {
+        PyErr_SetString(PyExc_TypeError, "differ(data, start, stop, frame, places)");
+        return NULL;
+    }
+    Py_ssize_t start = PyLong_AsSsize_t(args[START]), stop = PyLong_AsSsize_t(args[STOP]), at = 0;
+    if (PyErr_Occurred())
+        return NULL;
+    const char *frame = PyBytes_AS_STRING(args[FRAME]);
+    Py_ssize_t nbytes = PyBytes_GET_SIZE(args[FRAME]), count = PyTuple_GET_SIZE(args[PLACES]);
+    uint64_t numbers[MAX_PLACES];
+    Py_buffer data;
+    if (PyObject_GetBuffer(args[DATA], &data, PyBUF_SIMPLE))
+        return NULL;
+    int alike = start >= 0 && stop <= data.len && start <= stop && stop - start >= nbytes, wrong = 0;
+    const char *seen = (const char *)data.buf + start;
+    for (Py_ssize_t i = 0; i < count && alike && !wrong; i++) {
+        Py_ssize_t place, width;
+        wrong = !PyArg_ParseTuple(PyTuple_GET_ITEM(args[PLACES], i), "nn", &place, &width);
+        if (!wrong && (place < at || width < 0 || width > 8 || place > nbytes - width)) {
+            PyErr_SetString(PyExc_ValueError, "places are not in the frame");
+            wrong = 1;
+        }
+        if (!wrong) {
+            alike = !memcmp(seen + at, frame + at, (size_t)(place - at));
+            numbers[i] = number_at((const unsigned char *)seen + place, width);
+            at = place + width;
+        }
+    }
+    alike = alike && !wrong && !memcmp(seen + at, frame + at, (size_t)(nbytes - at));
+    PyBuffer_Release(&data);
+    if (wrong)
+        return NULL;
+    if (!alike)
+        Py_RETURN_NONE;
+    PyObject *found = PyTuple_New(count);
+    for (Py_ssize_t i = 0; found && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
+        if (number)
+            PyTuple_SET_ITEM(found, i, number);
+        else
+            Py_CLEAR(found);
+    }
+    return found;
+}
+
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
 enum { LINE = 64, PAGE = 4096, PAGES = 4 };
@@ -534,11 +600,17 @@ static PyTypeObject HelperType = {
     .tp_methods = helper_methods,
 };
 
+static PyMethodDef module_methods[] = {
+    {"differ", (PyCFunction)(void (*)(void))differ, METH_FASTCALL, differ_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "shared.transfer._native",
     .m_doc = "The compiled part of the transfer engine; see shared/transfer/native.py.",
     .m_size = -1,
+    .m_methods = module_methods,
 };
 
 PyMODINIT_FUNC PyInit__native(void)

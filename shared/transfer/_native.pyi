@@ -7,6 +7,9 @@ Memory = Buffer | npt.NDArray[Any]
 
 API: int
 
+def differ(data: Memory, start: int, stop: int, frame: bytes,
+           places: tuple[tuple[int, int], ...], /) -> tuple[int, ...] | None: ...
+
 class Stream:
     def __init__(self, fd: int, spin_us: float) -> None: ...
     def receive(self, into: Memory, flags: int, descriptors: list[int] | None = None, /) -> int: ...

@@ -56,9 +56,12 @@ MAX_NOTE_BYTES = 64 << 10
 _HEADER = struct.Struct("!4sBBHI")
 HEADER_BYTES = _HEADER.size
 
+MAX_NUMBER = 2**53
+"""Ids and offsets are below."""
+
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
-TransferId = Annotated[int, Meta(ge=0, lt=2**53)]
-Offset = Annotated[int, Meta(ge=0, lt=2**53)]
+TransferId = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
+Offset = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 
 
 class FrameError(Exception):
@@ -381,6 +384,11 @@ class Form:
             self._rest += source
             layout = layout[:layout.rindex("I") + 1] + f"{len(self._rest)}sQ2sd"
         self._layout = struct.Struct(layout)
+        first = HEADER_BYTES + len(self._begin)
+        second = first + 8 + len(self._names)
+        third = second + 4 + len(self._span)
+        self.places = (first, 8), (second, 4), (third, 8), (third + 9, 4)
+        """(Offset, bytes) of each number that :meth:`write` takes."""
         self._header = _HEADER.pack(MAGIC, VERSION, Kind.WRITE if serial is None else Kind.COPY, 0,
                                     self._layout.size - HEADER_BYTES)
 
@@ -394,3 +402,35 @@ class Form:
         """A :class:`Copy` that hands nothing over; ``source``: offset of the bytes in the sender's memory."""
         return self._layout.pack(self._header, self._begin, transfer_id, self._names, timeout_ms, self._span, offset,
                                  _UINT32, length, self._rest, source, _NOTHING_ATTACHED, deadline_s)
+
+
+class Echo:
+    """Decodes a WRITE of a :class:`Form` that has the names of the ``frame`` before it, whose body is ``write``."""
+
+    def __init__(self, frame: bytes, write: Write, form: Form) -> None:
+        self.frame, self.places = frame, form.places
+        self._operation, self._incarnation, self._token = write.operation, write.incarnation, write.token
+        self._segment = write.spans[0].segment
+
+    @classmethod
+    def of(cls, frame: bytes, body: Body) -> Echo | None:
+        """For what comes after ``frame``, whose body this is; ``None`` when it was not made by :meth:`Form.write`."""
+        if not isinstance(body, Write) or len(body.spans) != 1:
+            return None
+        span = body.spans[0]
+        form = Form(body.operation, body.incarnation, body.token, span.segment, None)
+        alike = form.write(body.id, body.timeout_ms, span.offset, span.length) == frame
+        return cls(frame, body, form) if alike else None
+
+    def decode(self, transfer_id: int, timeout_ms: int, offset: int, length: int) -> Write | None:
+        """The body of a frame that has these numbers; ``None`` when they are none that :func:`decode` lets pass."""
+        if (transfer_id >= MAX_NUMBER or not 1 <= timeout_ms <= MAX_TIMEOUT_MS or offset >= MAX_NUMBER
+                or not 1 <= length <= MAX_SPAN_BYTES):
+            return None
+        return Write(transfer_id, self._operation, self._incarnation, self._token, timeout_ms,
+                     [Span(self._segment, offset, length)], None, [])
+
+
+def is_formed(data: bytes | bytearray | memoryview, start: int, kind: Kind) -> bool:
+    """May the frame at ``start``, of that kind, be one of :meth:`Form.write`? Ids are as wide in few others."""
+    return kind is Kind.WRITE and data[start + HEADER_BYTES + 1] == _UINT64[0]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shared.transfer.settings import TransferSettings
 
-_API = 2
+_API = 3
 """What is asked of it; a file that was built before this source was written may not have it."""
 
 try:
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from shared.transfer._native import Stream
 
 
+Differ = Callable[[memoryview, int, int, bytes, tuple[tuple[int, int], ...]], tuple[int, ...] | None]
+"""``differ(data, start, stop, frame, places)``: the numbers, big-endian, at ``places`` (ascending pairs of offset and
+bytes) of ``data[start:stop]``, if that begins like ``frame`` everywhere else, and ``None`` otherwise"""
+
+
 class Native:
     """An engine's part of it, with a thread that helps to copy between :meth:`start` and :meth:`close`."""
 
@@ -41,6 +47,8 @@ class Native:
         self.copy = self._helper.copy
         """``copy(to, source, length, count, stride)``: ``count`` parts of ``length`` bytes, each ``stride`` after the
         one before, here as there, where the two do not overlap; raises ``ValueError`` when one is too short."""
+
+        self.differ: Differ = _native.differ
 
     def start(self, name: str) -> None:
         """Starts the thread, where there is a processor for it."""

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.transfer import TransferSettings, native
+from shared.transfer import TransferSettings, frames, native
+from shared.transfer.wire import Connection
 
 pytestmark = pytest.mark.skipif(bool(native.WHY_NOT), reason=f"there is no compiled part: {native.WHY_NOT}")
 
@@ -227,3 +228,81 @@ def test_an_exchange_with_nobody_fails(pair: Any) -> None:
     right.close()
     with pytest.raises(OSError):
         stream(left).exchange(b"head", SOURCE, 0, len(SOURCE), bytearray(9), b"", time.monotonic() + 60)
+
+
+# -- frames like the one before ---------------------------------------------------------------------------------
+
+EDGES = [0, 1, frames.MAX_TIMEOUT_MS, frames.MAX_TIMEOUT_MS + 1, frames.MAX_SPAN_BYTES, frames.MAX_SPAN_BYTES + 1]
+NUMBERS = st.sampled_from(EDGES) | st.integers(0, 2**32 - 1)
+WIDE = st.sampled_from([0, 2**53 - 1, 2**53, 2**64 - 1]) | st.integers(0, 2**64 - 1)
+FORM = frames.Form("op", "1", b"t" * 32, "kv", None)
+FIRST = FORM.write(7, 600, 4096, 65536)
+
+
+def echo_of_first() -> frames.Echo:
+    echo = frames.Echo.of(FIRST, read(FIRST))
+    assert echo is not None
+    return echo
+
+
+def read(frame: bytes) -> frames.Body:
+    kind, length = frames.parse_header(frame)
+    assert frames.HEADER_BYTES + length == len(frame)
+    return frames.decode(kind, frame[frames.HEADER_BYTES:])
+
+
+@given(WIDE, NUMBERS, WIDE, NUMBERS)
+def test_an_echo_reads_what_decode_reads_and_passes_nothing_else(number: int, timeout_ms: int, offset: int,
+                                                                 length: int) -> None:
+    frame, echo = FORM.write(number, timeout_ms, offset, length), echo_of_first()
+    found = native._native.differ(b"ab" + frame + b"c", 2, 3 + len(frame), echo.frame, echo.places)
+    assert found == (number, timeout_ms, offset, length)
+    try:
+        expected: frames.Body | None = read(frame)
+    except frames.FrameError:
+        expected = None
+    assert echo.decode(*found) == expected
+
+
+@given(st.integers(0, len(FIRST) - 1), st.integers(1, 255))
+def test_a_frame_that_differs_elsewhere_is_no_echo(at: int, flip: int) -> None:
+    frame, echo = bytearray(FIRST), echo_of_first()
+    frame[at] ^= flip
+    found = native._native.differ(frame, 0, len(frame), echo.frame, echo.places)
+    assert (found is None) != any(place <= at < place + width for place, width in echo.places)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, len(FIRST) - 1), (1, len(FIRST)), (-1, len(FIRST)), (9, 3),
+                                             (0, len(FIRST) + 1)])
+def test_less_than_a_frame_is_no_echo(start: int, stop: int) -> None:
+    echo = echo_of_first()
+    assert native._native.differ(FIRST, start, stop, echo.frame, echo.places) is None
+
+
+@pytest.mark.parametrize("places", [((len(FIRST) - 3, 4),), ((5, 9),), ((9, 4), (12, 4)), ((-1, 2),), ((1, -1),),
+                                    ((2**62, 8),)])
+def test_places_lie_in_the_frame(places: Any) -> None:
+    with pytest.raises(ValueError, match="not in the frame"):
+        native._native.differ(FIRST, 0, len(FIRST), FIRST, places)
+
+
+def test_claims_of_other_shapes_have_no_echo() -> None:
+    for write in (frames.Write(7, "op", "1", b"t", 600, [frames.Span("kv", 0, 9)], None, []),
+                  frames.Write(7, "op", "1", b"t", 600, [], None, []), frames.Ack(7)):
+        assert frames.Echo.of(frames.encode(write), write) is None
+
+
+def test_a_connection_reads_the_same_with_and_without_echoes(part: native.Native, pair: Any) -> None:
+    left, right = pair
+    reads = Connection(right)
+    reads.hasten(part)
+    other = frames.Form("op-2", "1", b"u" * 32, "kv", None)
+    sent = [FIRST, FORM.write(8, 9, 0, 1), other.write(9, 9, 0, 1), FORM.write(10, 9, 5, 6),
+            frames.encode(frames.Ack(3)), FORM.write(11, 600, 4096, 65536), FORM.write(12, 1, 2, 3)]
+    left.sendall(b"".join(sent))
+    assert [reads.receive() for _ in sent] == [read(frame) for frame in sent]
+    left.sendall(sent[-1][:50])
+    threading.Timer(0.01, left.sendall, (sent[-1][50:] + FORM.write(2**60, 1, 2, 3),)).start()
+    assert reads.receive() == read(sent[-1])
+    with pytest.raises(frames.FrameError):
+        reads.receive()
