@@ -18,6 +18,7 @@ from load.cachesim import show
 from load.cachesim.grid import BELADY, LRU, Cell, Result, Source, cells_of, run
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, read
 from shared.errors import UserError
+from shared.files import write_file
 from shared.store.policies import POLICIES
 
 
@@ -78,12 +79,11 @@ def cache_sim(
             files[plot] = figure
         if html is not None:
             files[html] = show.page(report, grid, sources, capacities, shown, figure).encode()
-    for path, content in files.items():
-        _write(path, content)
     console = Console()
     for source in sources:
         console.print(show.table_of(grid, source, capacities, shown))
-    for path in files:
+    for path, content in files.items():
+        write_file(path, content)
         console.print(f"wrote {path}", soft_wrap=True)
 
 
@@ -104,14 +104,3 @@ def _label(cell: Cell) -> str:
 def _progress() -> Progress:
     return Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
                     console=Console(stderr=True))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all."""
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written ({error.strerror or error}); give another path") from error

@@ -27,11 +27,12 @@ from load.sim.experiment import ORDERS, Result, RunOptions, load_trace, simulate
 from load.sim.faults import parse_fault
 from load.sim.fit import fit_profile
 from load.sim.many import GOOD_SHARE, find_knee
-from load.sim.page import PAGE_FILE, Page, Table, write, write_file
+from load.sim.page import PAGE_FILE, Page, Table, write
 from load.sim.profile import read_profile
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, TraceError
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
+from shared.files import write_file
 from shared.units import format_seconds, parse_seconds
 
 _BAD_TRACE = 2
@@ -257,6 +258,7 @@ def fit_command(
     info, records = read_run(directory)
     source = f"Fitted to {len(records)} requests of {info.trace} on {info.model}, {directory.name}."
     profile, fits = fit_profile(records, read_profile(like), name=to.stem, source=source)
+    to.parent.mkdir(parents=True, exist_ok=True)
     write_file(to, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
     grid = Grid("model", "observations", "median error")
     for one in fits:

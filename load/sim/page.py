@@ -1,6 +1,6 @@
 """What a command of ``moonbus sim`` leaves behind: a folder with one page, its figures as PNG, and JSON.
 
-All is made before the first byte is written, and each file appears whole: written beside its place, then renamed.
+All is made before the first byte is written, and each file appears whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import jinja2
 import msgspec
+
+from shared.files import write_file
 
 PAGE_FILE, JSON_FILE = "report.html", "result.json"
 
@@ -55,12 +57,5 @@ def write(directory: Path, page: Page, data: Mapping[str, Any], *, json: Path | 
     if json is not None:
         files[json] = encoded
     for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, content)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """``path`` has ``content``, or is as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(content)
-    beside.replace(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 import jinja2
 
 from services.cli.output import format_age
+from shared.files import write_file
 from shared.messages import PrefixRow
 from shared.units import format_bytes
 
@@ -62,8 +63,11 @@ class Drawing:
 
 
 def write_page(path: Path, prefixes: Sequence[PrefixRow], *, title: str, said: str) -> None:
-    """Writes the page of ``prefixes`` (parents first); ``said`` is a sentence about what they are."""
-    path.write_text(render(prefixes, title=title, said=said, now_s=time.time()), encoding="utf-8")
+    """Writes the page of ``prefixes`` (parents first); ``said`` is a sentence about what they are.
+
+    Raises :class:`UserError` when it cannot be written.
+    """
+    write_file(path, render(prefixes, title=title, said=said, now_s=time.time()).encode())
 
 
 def render(prefixes: Sequence[PrefixRow], *, title: str, said: str, now_s: float) -> str:

@@ -138,6 +138,19 @@ def test_a_wrong_option_is_one_line(arguments: list[str], said: str, tmp_path: P
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot", "--html"])
+def test_a_full_device_is_one_line_and_stays_a_device(option: str, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    trace, full = write(tmp_path / "t.jsonl", *chats(3)), tmp_path / "full"
+    full.symlink_to("/dev/full")
+    assert moonbus("--trace", str(trace), "--block-tokens", str(TOKENS), "--blocks", "4", "--jobs", "1",
+                   "--policy", LRU, option, str(full)) == 1
+    out, error = capsys.readouterr()
+    assert f"{full} cannot be written (No space left on device); give another path" in error.splitlines()[-1]
+    assert BELADY in out, "what was computed is shown all the same"
+    assert full.is_char_device() and full.is_symlink()
+
+
 def test_two_traces_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "t.jsonl", *chats(3))
     assert moonbus("--trace", str(trace), "--trace", str(trace)) == 1
