@@ -48,7 +48,7 @@ def rows_of(grid: Grid, source: Source, capacities: Sequence[int], names: Sequen
         for blocks in capacities:
             share, lru = grid.share(source, blocks, name), grid.share(source, blocks, LRU)
             belady = grid.share(source, blocks, BELADY)
-            cells.append(f"{share:.4f} {100 * (share - lru):+6.2f} {share / belady if belady else 1:6.1%}")
+            cells.append(f"{share:.4f} {100 * (share - lru):+6.2f} {_share_of(share, belady)}")
         rows.append(cells)
     rows.append([INFINITE, *[f"{grid.share(source, blocks, INFINITE):.4f}" for blocks in capacities]])
     return rows
@@ -90,6 +90,11 @@ def page(report: Report, grid: Grid, sources: Sequence[Source], capacities: Sequ
         tables=[(title_of(source), rows_of(grid, source, capacities, names)) for source in sources])
 
 
+def _share_of(part: float, whole: float) -> str:
+    """In six columns; a dash of nothing."""
+    return f"{part / whole:6.1%}" if whole else f"{'-':>6}"
+
+
 def _draw(axes: Any, grid: Grid, source: Source, capacities: Sequence[int], names: Sequence[str]) -> None:
     limit = grid.share(source, capacities[-1], INFINITE)
     axes.axhline(limit, color="0.6", linestyle=":", linewidth=1.2, label=INFINITE)
@@ -103,7 +108,7 @@ def _draw(axes: Any, grid: Grid, source: Source, capacities: Sequence[int], name
     axes.set_xscale("log")
     axes.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities], fontsize=8)
     axes.minorticks_off()
-    axes.set_ylim(0, limit * 1.08)
+    axes.set_ylim(0, limit * 1.08 or 1)
     axes.set_title(title_of(source), fontsize=10)
     axes.set_xlabel(f"blocks of {source.block_tokens} tokens")
     axes.set_ylabel("hit tokens / prompt tokens")

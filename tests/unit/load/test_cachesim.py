@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from load.cachesim import show
 from load.cachesim.belady import bound
 from load.cachesim.grid import BELADY, INFINITE, LRU, Source, cells_of, run
 from load.cachesim.replay import infinite, prompts_of, replay
@@ -112,6 +113,13 @@ def test_the_command_prints_a_table_and_writes_what_was_asked(tmp_path: Path,
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     page = files["html"].read_text()
     assert page.count("<tr") == 5 and "data:image/png" in page and "http" not in page
+
+
+def test_a_trace_without_reuse_has_no_share_of_belady(tmp_path: Path) -> None:
+    source = Source(str(write(tmp_path / "t.jsonl", (1,), (2,))), TOKENS)
+    grid = run(cells_of([source], [4], [LRU]), jobs=1, on_result=lambda result: None)
+    assert show.rows_of(grid, source, [4], [LRU, BELADY]) == [
+        [LRU, "0.0000  +0.00      -"], [BELADY, "0.0000  +0.00      -"], [INFINITE, "0.0000"]]
 
 
 def test_a_bad_line_is_named_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
