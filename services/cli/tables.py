@@ -13,7 +13,7 @@ from shared.messages import (
 )
 from shared.units import format_seconds
 
-_STATE_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red"}
+_STATE_COLOURS = {"alive": "green", "draining": "cyan", "suspect": "yellow", "dead": "red"}
 
 
 def workers(nats_url: str | None, data_dir: str | None) -> None:
@@ -25,9 +25,10 @@ def workers(nats_url: str | None, data_dir: str | None) -> None:
                           title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
-        colour = _STATE_COLOURS[worker.state]
+        # It is heard and takes nothing new; what is not heard may do anything.
+        state = "draining" if worker.state == "alive" and load is not None and load.draining else worker.state
         table.add_row(
-            hello.worker, f"[{colour}]{worker.state}[/]", hello.spec.model, hello.device,
+            hello.worker, f"[{_STATE_COLOURS[state]}]{state}[/]", hello.spec.model, hello.device,
             str(load.queued) if load else "?", str(load.running) if load else "?",
             f"{load.free_blocks if load else '?'}/{hello.capacity_blocks}", str(worker.indexed_blocks),
             format_seconds(worker.waiting_s) if hello.role == "prefill" else "",

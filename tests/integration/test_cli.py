@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.launcher import state
@@ -99,11 +100,14 @@ async def answering(bus: NatsBus, answers: dict[Any, Any]) -> AsyncIterator[list
 async def test_workers(nats_url: str, nats_bus: NatsBus) -> None:
     load = Load(worker=HELLO.worker, incarnation=HELLO.incarnation, role="prefill", kv_seq=0, queued=3, free_blocks=7)
     reply = WorkersReply(conductor="conductor-1", workers=[
-        WorkerState(hello=HELLO, load=load, state="suspect", silence_s=2.0, indexed_blocks=5)])
+        WorkerState(hello=HELLO, load=load, state="suspect", silence_s=2.0, indexed_blocks=5),
+        WorkerState(hello=HELLO, load=msgspec.structs.replace(load, draining=True), state="alive", silence_s=0.1,
+                    indexed_blocks=0)])
     async with answering(nats_bus, {WORKERS: reply}):
         ended = await moonbus("workers", "--nats-url", nats_url)
     assert ended.code == 0, ended.err
     assert "conductor-1" in ended.out and "suspect" in ended.out and "7/9" in ended.out
+    assert "draining" in ended.out and "alive" not in ended.out
 
 
 async def test_catalog_questions(nats_url: str, nats_bus: NatsBus) -> None:
