@@ -148,15 +148,18 @@ def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
 
 @store_app.command("drain", epilog=(
     "Examples:\n\n  moonbus store drain prefill-1\n\n  moonbus store drain prefill-1 --timeout 10min\n\n"
-    "Exit code 0 when the worker is empty. Ctrl-C stops looking, not the drain: --cancel does."))
+    "Exit code 0 when all that only this worker held has a copy elsewhere, 1 when some of it stays behind or the drain "
+    "fails. Ctrl-C stops looking, not the drain: --cancel does."))
 def store_drain(worker: Annotated[str, typer.Argument(help="Worker to empty; see `moonbus workers`.")],
                 timeout: Annotated[str, typer.Option(help="A drain that takes longer fails.")] = "300s",
                 cancel: Annotated[bool, typer.Option("--cancel", help="Stop the drain of this worker.")] = False,
+                force: Annotated[bool, typer.Option(
+                    "--force", help="Also the last prefill or decode worker of a model, which then ends.")] = False,
                 nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """Copy the blocks that only this worker holds to others, then let it go; shows how far it is."""
     from services.cli.store import drain as run
 
-    raise typer.Exit(run(worker, nats_url, data_dir, timeout=timeout, cancel=cancel))
+    raise typer.Exit(run(worker, nats_url, data_dir, timeout=timeout, cancel=cancel, force=force))
 
 
 @store_app.command("replicas", epilog="Examples:\n\n  moonbus store replicas\n\n  moonbus store replicas --hot")

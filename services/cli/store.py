@@ -27,16 +27,17 @@ _GRACE_S = 30.0
 _OVER = ("done", "failed", "cancelled")
 
 
-def drain(worker: str, nats_url: str | None, data_dir: str | None, *, timeout: str, cancel: bool) -> int:
+def drain(worker: str, nats_url: str | None, data_dir: str | None, *, timeout: str, cancel: bool,
+          force: bool = False) -> int:
     """Drains ``worker``, showing how far it is, until it is over; the exit code."""
     try:
         timeout_s = parse_seconds(timeout)
     except ValueError as error:
         raise SettingError("--timeout", timeout, f"a duration ({error})") from error
-    return asyncio.run(_drain(settings(nats_url, data_dir), worker, timeout_s, cancel))
+    return asyncio.run(_drain(settings(nats_url, data_dir), worker, timeout_s, cancel, force))
 
 
-async def _drain(common: CommonSettings, worker: str, timeout_s: float, cancel: bool) -> int:
+async def _drain(common: CommonSettings, worker: str, timeout_s: float, cancel: bool, force: bool) -> int:
     async with NatsBus.connect(common.nats_url, name="moonbus cli", credentials=common.nats_credentials) as bus:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} blocks"),
                    TextColumn("{task.fields[nbytes]}"))
@@ -44,7 +45,7 @@ async def _drain(common: CommonSettings, worker: str, timeout_s: float, cancel: 
         with Progress(*columns, console=notes, transient=True) as progress:
             shown = progress.add_task(f"draining {worker}", total=None, nbytes="")
             reply: DrainReply = await _ask(bus, common, DRAIN.at(), DrainAsk(
-                worker=worker, what="cancel" if cancel else "start", timeout_s=timeout_s))
+                worker=worker, what="cancel" if cancel else "start", timeout_s=timeout_s, force=force))
             while reply.state not in _OVER and time.monotonic() < ends_s:
                 what = f"{worker}: {'waiting for a leader' if reply.state == 'waiting' else reply.state}"
                 progress.update(shown, description=what, completed=reply.copied + reply.left,
@@ -60,7 +61,7 @@ def _ended(reply: DrainReply, cancel: bool) -> int:
     match reply.state:
         case "done":
             console.print(f"{reply.worker} is drained: {copied}{why}", highlight=False, soft_wrap=True)
-            return 0
+            return 1 if reply.left else 0
         case "failed" | "cancelled":
             console.print(f"{reply.worker} is not drained, {reply.state}: {copied}{why}", highlight=False,
                           soft_wrap=True)

@@ -89,6 +89,8 @@ class Desk:
                     return await self._start_drain(ask)
                 case "cancel":
                     orders = await self.change(lambda orders: _cancelled(orders, ask.worker))
+                    if (over := orders.drain_of(ask.worker)) is not None and over.state == "done":
+                        return Failure(message=self._too_late(over))
                 case "look":
                     orders, _ = await self.read()
         except (BusError, ValueError) as error:
@@ -99,10 +101,10 @@ class Desk:
         return self._told(drain)
 
     async def _start_drain(self, ask: DrainAsk) -> DrainReply | Failure:
+        await self._wait_for(lambda: self._planner.picture.life(ask.worker))
+        if not ask.force:
+            await self._wait_for(lambda: not self._ends_service(WorkerId(ask.worker), Orders()))
         incarnation = self._planner.picture.life(ask.worker)
-        if incarnation is None:
-            await self._wait_known(ask.worker)
-            incarnation = self._planner.picture.life(ask.worker)
         if incarnation is None:
             known = ", ".join(self._planner.picture.workers()) or "none"
             return Failure(message=f"there is no worker {ask.worker}; those alive: {known}")
@@ -113,17 +115,39 @@ class Desk:
 
         def ordered(orders: Orders) -> Orders | None:
             known = orders.drain_of(ask.worker)
-            going_on = known is not None and known.state not in OVER and known.incarnation == incarnation
-            return None if going_on else with_drain(orders, wanted)
+            if known is not None and known.state not in OVER and known.incarnation == incarnation:
+                return None
+            if not ask.force and (served := self._ends_service(wanted.worker, orders)):
+                raise ValueError(f"{ask.worker} is the last {served} that takes requests: without it they all fail; "
+                                 "start another one first, or drain it with --force")
+            return with_drain(orders, wanted)
 
         drain = (await self.change(ordered)).drain_of(ask.worker)
         assert drain is not None, "it was just ordered"
         return self._told(drain)
 
-    async def _wait_known(self, worker: str) -> None:
+    def _ends_service(self, worker: WorkerId, orders: Orders) -> str:
+        """Whose requests nobody takes once ``worker`` is drained: its role and model; empty if it ends nothing."""
+        members = self._planner.picture.membership.members
+        leaving = members.get(worker)
+        if leaving is None or leaving.draining or leaving.hello.role == "store":
+            return ""
+        under_way = {(drain.worker, drain.incarnation) for drain in orders.drains if drain.state not in OVER}
+        stays = any(other.state == "alive" and not other.draining and name != worker
+                    and other.hello.role == leaving.hello.role and other.spec == leaving.spec
+                    and (name, other.hello.incarnation) not in under_way for name, other in members.items())
+        return "" if stays else f"{leaving.hello.role} worker of {leaving.hello.spec.model}"
+
+    def _too_late(self, drain: Drain) -> str:
+        if self._planner.picture.life(drain.worker) not in (None, drain.incarnation):
+            return f"the drain of {drain.worker} was done, and it was started again since: there is nothing to cancel"
+        return f"{drain.worker} is drained already; start it again and it takes requests and copies"
+
+    async def _wait_for(self, is_known: Callable[[], object]) -> None:
+        """Until it is known, or all that there is has been heard of."""
         ends_s = self._planner.picture.started_s + _KNOWN_S
         # NOTE: polled, since the planner tells nobody of each worker; a person waits here, once.
-        while self._planner.picture.life(worker) is None and self._clock.monotonic() < ends_s:  # noqa: ASYNC110
+        while not is_known() and self._clock.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _told(self, drain: Drain) -> DrainReply:

@@ -117,6 +117,8 @@ class DrainAsk(Message, frozen=True):
     what: Literal["start", "look", "cancel"] = "start"
     timeout_s: float = 300.0
     """From the order on; a drain that is not over by then fails, and its worker keeps what it has."""
+    force: bool = False
+    """Also the last worker of its role and model, so that nobody serves the model any more."""
 
 
 class DrainReply(Message, frozen=True):

@@ -7,6 +7,8 @@ whatever has to go for them, cold ones only into empty room, and what has none s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from services.store_manager.core.asking import Asker
@@ -210,17 +212,29 @@ class Drains:
                 for key in copy.keys:
                     promised[key] = promised.get(key, 0) | self._picture.map.bit(copy.target)
                 draining.todo.append(prefix)
-            elif not self._could_take(spec, sum(not mask for mask in masks), into):
+            elif not (stay := self._stay(spec)):
+                draining.give_up(path, self._why_nobody_stays(worker, spec))
+            elif not self._could_take(stay, sum(not mask for mask in masks), into):
                 draining.give_up(path, "no other worker has room for them" if into == "free" else
                                  "cold, and no other worker has empty room for them")
             else:
                 draining.todo.append(prefix)
 
-    def _could_take(self, spec: str, blocks: int, into: str) -> bool:
-        """Whether some worker could take a batch of so many blocks, if not now then later."""
+    def _stay(self, spec: str) -> list[WorkerId]:
+        """Who has blocks of that cache spec and will be there tomorrow."""
+        return [worker for worker in self._picture.fleet.peers if not self._picture.is_leaving(worker)
+                and self._picture.membership.members[worker].spec == spec]
+
+    def _why_nobody_stays(self, worker: WorkerId, spec: str) -> str:
+        are_others = any(other != worker and self._picture.membership.members[other].spec == spec
+                         for other in self._picture.fleet.peers)
+        return ("the other workers that could have them are draining" if are_others else
+                "no other worker could have them")
+
+    def _could_take(self, workers: Iterable[WorkerId], blocks: int, into: str) -> bool:
+        """Whether one of them could take a batch of so many blocks, if not now then later."""
         room = self._picture.fleet.free_blocks if into == "free" else self._picture.fleet.empty_blocks
-        return any(not self._picture.is_leaving(worker) and self._picture.membership.members[worker].spec == spec
-                   and room(worker) >= min(blocks, self._policy.batch_blocks) for worker in self._picture.fleet.peers)
+        return any(room(worker) >= min(blocks, self._policy.batch_blocks) for worker in workers)
 
     def _retire(self, draining: Draining, out: list[Effect], now: float) -> None:
         worker = draining.order.worker

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
+from services.store_manager.core.orders import with_progress
 from services.store_manager.core.planner import Planner
 from services.store_manager.core.policy import PlannerPolicy
 from services.store_manager.desk import RECORD, Desk, OrdersDamaged
 from shared.bus.bus import Delivery
 from shared.bus.memory import MemoryBus
-from shared.bus.subjects import QUOTA
-from shared.clock import SystemClock
-from shared.messages import Failure, QuotaAsk, QuotaReply
-from tests.support.pool_cluster import Addresses
+from shared.bus.subjects import DRAIN, QUOTA
+from shared.clock import ManualClock, SystemClock
+from shared.messages import DrainAsk, DrainReply, Failure, QuotaAsk, QuotaReply
+from tests.support.pool_cluster import Addresses, Cluster, Worker
 
 
 def desk(bus: MemoryBus) -> Desk:
     return Desk(bus, SystemClock(), Planner("m1", Addresses(), PlannerPolicy()), lambda: "m1")
 
 
-def asked(message: QuotaAsk) -> Delivery:
-    return Delivery(QUOTA.at().text, {}, message)
+def desk_of(bus: MemoryBus, *workers: Worker) -> tuple[Desk, Cluster]:
+    """A desk whose planner knows these workers; nobody leads, so what is ordered waits."""
+    cluster = Cluster()
+    for worker in workers:
+        cluster.add(worker)
+    cluster.run(4.0)
+    return Desk(bus, ManualClock(cluster.now), cluster.planner, lambda: "m1"), cluster
+
+
+def asked(message: QuotaAsk | DrainAsk) -> Delivery:
+    return Delivery((QUOTA if isinstance(message, QuotaAsk) else DRAIN).at().text, {}, message)
+
+
+async def told(desk: Desk, **ask: Any) -> str:
+    """What is said to a :class:`DrainAsk`: the drain's state, or why there is none."""
+    reply = await desk.drain(asked(DrainAsk(**ask)))
+    return reply.state if isinstance(reply, DrainReply) else reply.message
 
 
 @pytest.mark.parametrize("value", [b"", b"\xc1", msgspec.msgpack.encode({"drains": 3}), msgspec.msgpack.encode([1])])
@@ -42,3 +60,28 @@ async def test_orders_written_by_a_newer_version_are_read_as_far_as_they_are_kno
         await bus.record_write(RECORD, value, revision=0, timeout_s=1.0)
         reply = await desk(bus).quota(asked(QuotaAsk()))
         assert isinstance(reply, QuotaReply) and [(row.tenant, row.quota) for row in reply.quotas] == [("acme", 5)]
+
+
+async def test_the_last_worker_that_serves_is_drained_only_by_force() -> None:
+    async with MemoryBus() as bus:
+        desk, _ = desk_of(bus, Worker("p1"), Worker("p2", draining=True), Worker("d1", role="decode"),
+                          Worker("d2", role="decode"), Worker("s1", role="store"))
+        for worker, last in (("p1", "prefill"), ("d1", ""), ("d2", "decode"), ("s1", ""), ("p2", ""), ("d1", "")):
+            said = await told(desk, worker=worker)
+            assert said == (f"{worker} is the last {last} worker of toy that takes requests: without it they all fail; "
+                            "start another one first, or drain it with --force" if last else "waiting"), worker
+        assert await told(desk, worker="d2", force=True) == "waiting"
+        assert await told(desk, worker="d2") == "waiting", "the same drain, which needs no force again"
+
+
+async def test_a_drain_that_is_done_cannot_be_cancelled() -> None:
+    async with MemoryBus() as bus:
+        desk, cluster = desk_of(bus, Worker("a"), Worker("b"))
+        assert await told(desk, worker="a") == "waiting"
+        done = msgspec.structs.replace((await desk.read())[0].drains[0], state="done")
+        await desk.change(lambda orders: with_progress(orders, [done], 1))
+        assert await told(desk, worker="a", what="cancel") == (
+            "a is drained already; start it again and it takes requests and copies")
+        cluster.add(Worker("a", life="a-2"))
+        cluster.run(1.0)
+        assert "it was started again since" in await told(desk, worker="a", what="cancel")

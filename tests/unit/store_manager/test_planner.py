@@ -337,6 +337,18 @@ def test_the_only_worker_can_be_drained() -> None:
     cluster.drain(a)
     cluster.until(lambda: cluster.drained(a).state == "done")
     assert cluster.drained(a).left == 3 and not a.held
+    assert cluster.drained(a).why == "3 stay behind: no other worker could have them"
+
+
+def test_a_drain_beside_workers_that_drain_says_so() -> None:
+    a, b = Worker("a"), Worker("b", host="h2")
+    cluster = cluster_of(a, b)
+    cluster.store(a, chain("x", 3))
+    cluster.drain(b)
+    cluster.until(lambda: cluster.drained(b).state == "done")
+    cluster.drain(a)
+    cluster.until(lambda: cluster.drained(a).state == "done")
+    assert cluster.drained(a).why == "3 stay behind: the other workers that could have them are draining"
 
 
 def test_drains_end_with_a_reason() -> None:
