@@ -124,6 +124,7 @@ class Placed(Message, frozen=True):
     keys: bytes
     ttft_slo_s: float | None = None
     """The bound it was accepted under, from the moment of the decision on."""
+    tenant: str = ""
 
 
 class DecodeJob(Message, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -36,18 +36,35 @@ _FIRST = itemgetter(0)
 
 _FIRST_ANSWER_TOKENS = 256.0
 """Length of an answer before any was seen."""
+_MOST_TENANTS = 10_000
+"""Tenants whose answers are remembered apart; who was not heard of for longest goes first."""
 
 
-@dataclass
 class Answers:
-    """What is expected of any answer."""
+    """What is expected of an answer, by what the same tenant's were like lately; of unknown ones, by all tenants'."""
 
-    tokens: float = _FIRST_ANSWER_TOKENS
-    """Its length."""
+    def __init__(self) -> None:
+        self.tokens = _FIRST_ANSWER_TOKENS
+        """Length of any answer: a smoothed mean."""
+        #: {tenant: (smoothed length, smoothed distance from it)}, whoever was heard of last at the end
+        self._of: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def observe(self, tokens: int) -> None:
+    def observe(self, tokens: int, tenant: str) -> None:
         """One ended by itself after so many."""
+        usual, apart = self._of.pop(tenant, (self.tokens, 0.0))
+        self._of[tenant] = (0.9 * usual + 0.1 * tokens, 0.9 * apart + 0.1 * abs(tokens - usual))
         self.tokens = 0.95 * self.tokens + 0.05 * tokens
+        if len(self._of) > _MOST_TENANTS:
+            self._of.popitem(last=False)
+
+    def usual(self, tenant: str) -> float:
+        """Tokens of a usual one."""
+        return self._of.get(tenant, (self.tokens, 0.0))[0]
+
+    def most(self, tenant: str) -> float:
+        """Tokens that most of them (about four of five) stay below."""
+        usual, apart = self._of.get(tenant, (self.tokens, 0.0))
+        return usual + apart
 
 
 @dataclass(eq=False)
@@ -66,6 +83,8 @@ class Job:
     placed_s: float
     ready_s: float
     """When its prefill is predicted to end."""
+    answer_tokens: float = 0.0
+    """How long its answer is expected to be."""
     reserved_blocks: int = 0
     """Slots it is expected to take on its decode worker: its prompt, and an answer of the usual length."""
     fetches: list[tuple[WorkerId, int]] = field(default_factory=list)
@@ -254,11 +273,10 @@ class Worker:
         if self._leaves is None:
             step_s = self._present_step_s(self.burden.context_tokens)
             most_s = math.inf if self.residence_s is None else self.residence_s
-            usual = self.answers.tokens
             leaves = []
             for job in self.decoding.values():
                 begin_s = job.ready_s if job.prefilled_s is None else job.prefilled_s
-                stay_s = (job.max_tokens if job.max_tokens < usual else usual) * step_s
+                stay_s = job.answer_tokens * step_s
                 leaves.append((begin_s + (stay_s if stay_s < most_s else most_s), job.num_tokens))
             leaves.sort()
             self._leaves = ([leave_s for leave_s, _ in leaves],
@@ -272,14 +290,14 @@ class Worker:
         step_s = self.costs.step_s(batch=batch, context_tokens=self.burden.context_tokens)
         return batch * min(max(seconds, 0.0) / max(step_s, 1e-6), self.answers.tokens)
 
-    def needed_blocks(self, num_tokens: int, max_tokens: int) -> int:
+    def needed_blocks(self, num_tokens: int, max_tokens: int, tenant: str) -> int:
         """Slots for such a request. Decode reserves the prompt only; answers rarely reach ``max_tokens``."""
-        return blocks_for(num_tokens + min(max_tokens, round(self.answers.tokens)), self.hello.spec.block_tokens)
+        return blocks_for(num_tokens + min(max_tokens, round(self.answers.most(tenant))), self.hello.spec.block_tokens)
 
     def residence_of(self, job: Job) -> float:
         """Predicted seconds from prefilled to done: what is usual here, or the usual answer at the present pace."""
         step_s = self._present_step_s(self.burden.context_tokens)
-        longest_s = max(min(job.max_tokens, self.answers.tokens), 1.0) * step_s
+        longest_s = max(job.answer_tokens, 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
 
     def next_free_s(self, now: float) -> float:
@@ -384,7 +402,7 @@ class Cluster:
         return lost
 
     def place(self, placement: Placement, *, num_tokens: int, max_tokens: int, now: float,
-              ttft_slo_s: float | None = None) -> None:
+              ttft_slo_s: float | None = None, tenant: str = "") -> None:
         """A decision was made, here or by another conductor; it replaces the request's former one."""
         self.release(placement.request, now=now)
         prefill, decode = self.workers.get(placement.prefill), self.workers.get(placement.decode)
@@ -392,6 +410,7 @@ class Cluster:
                   placement.hit_tokens, placement.predicted_prefill_s, now, now + placement.predicted_ttft_s,
                   ranked_s=placement.ranked_s or placement.predicted_prefill_s,
                   due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s)
+        job.answer_tokens = min(max_tokens, self.answers.usual(tenant))
         if prefill is not None:
             block_bytes = prefill.hello.spec.block_bytes
             job.fetch_ahead_bytes, job.fetch_same_host = self.link(prefill, placement.sources)
@@ -405,7 +424,7 @@ class Cluster:
             prefill.prefilling[job.request] = job
             prefill.changed()
         if decode is not None:
-            job.reserved_blocks = decode.needed_blocks(num_tokens, max_tokens)
+            job.reserved_blocks = decode.needed_blocks(num_tokens, max_tokens, tenant)
             decode.decoding[job.request] = job
             decode.changed()
         if prefill is not None or decode is not None:
@@ -510,12 +529,12 @@ class Cluster:
             if job.prefilled_s is not None and job.prefilled_s < settled_s:
                 self.release(job.request, now=now)
 
-    def answered(self, completion_tokens: int) -> None:
-        """A request ended by itself after so many tokens."""
+    def answered(self, completion_tokens: int, tenant: str) -> None:
+        """A tenant's request ended by itself after so many tokens."""
         if completion_tokens < 0:
             self.refused["answer"] += 1
         else:
-            self.answers.observe(completion_tokens)
+            self.answers.observe(completion_tokens, tenant)
 
     def _compare(self, worker: Worker, load: Load, now: float) -> None:
         """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""

@@ -220,7 +220,7 @@ class Conductor:
                 return []
             case RequestDone():
                 if event.outcome == "ok":
-                    self._cluster.answered(event.completion_tokens)
+                    self._cluster.answered(event.completion_tokens, event.tenant)
                 self._over(event.request, now)
                 return []
             case Answered(tag=Ask() as ask, message=reply):
@@ -291,7 +291,7 @@ class Conductor:
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[]), num_tokens=ask.num_tokens,
                         max_tokens=ask.max_tokens, keys=ask.keys,
-                        ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s)
+                        ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s, tenant=ask.tenant)
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
 
@@ -322,7 +322,7 @@ class Conductor:
         """A decision burdens its workers, and promises the prompt's blocks."""
         placement = placed.placement
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
-                            ttft_slo_s=placed.ttft_slo_s)
+                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant)
         if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:
             self._promises.make(placement.request, placement.prefill, placed.keys,
                                 until_s=now + placement.predicted_ttft_s + self._policy.promise_s)

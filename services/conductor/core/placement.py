@@ -13,8 +13,8 @@ and no ratio has to be tuned. At least the last token is always computed: reuse 
 ``(num_tokens - 1) // block_tokens`` blocks. The decode worker is the one with the shortest predicted step among those
 with room; among equals the one that holds most of the prompt already, since that much less has to be pushed to it.
 
-A request with a bound goes where it will be in time and makes nobody late who was accepted before; where there is no
-such worker it is turned away. That it may wait until its bound is no reason to turn it away.
+A request with a bound goes where it will be in time, and if it can where it makes nobody late who was accepted before;
+where no worker meets its bound it is turned away. That it may wait until its bound is no reason to turn it away.
 
 Queues and costs of all workers are compared side by side (``board``); pulls, which have to be put together, only on
 workers that could win by them. As a pull gets longer, the seconds of computing it saves grow ever faster and those of
@@ -233,9 +233,8 @@ class Placer:
         in_time = None if ttft_slo_s is None else options.ttft_s + _DOUBT * options.waits_s <= ttft_slo_s
         candidates = self._candidates(options)
         if in_time is not None and in_time.any():
-            in_time &= ~options.board.makes_late(options.ranks(), now)
-            if not in_time.any():
-                return reasons.others(float(options.ttft_s.min()), candidates)
+            harmless = in_time & ~options.board.makes_late(options.ranks(), now)
+            in_time = harmless if harmless.any() else in_time
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
         if decode is None:
@@ -423,7 +422,7 @@ class Placer:
         if is_old is not None and known is not None:
             step_s = np.where(is_old, np.minimum(step_s, board.step_s(ask.num_tokens, costs=known)), step_s)
         is_full = board.batch >= board.max_running
-        has_room = board.free_blocks >= workers[0].needed_blocks(ask.num_tokens, ask.max_tokens)
+        has_room = board.free_blocks >= workers[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant)
         if is_full.any() or not has_room.all():
             wait_s = np.zeros(len(workers))
             for place in np.flatnonzero(is_full).tolist():

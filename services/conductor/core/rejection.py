@@ -35,7 +35,7 @@ class Reasons:
 
     def no_room(self, decoders: Sequence[Worker], max_queue_s: float, candidates: list[Candidate]) -> Rejection:
         """No decode worker has room for the request's KV, or a place in its batch soon enough."""
-        needed = decoders[0].needed_blocks(self._ask.num_tokens, self._ask.max_tokens)
+        needed = decoders[0].needed_blocks(self._ask.num_tokens, self._ask.max_tokens, self._ask.tenant)
         free = max(worker.free_blocks() for worker in decoders)
         if needed > free:
             message = (f"the request needs {needed} blocks of decode memory, "
@@ -55,11 +55,6 @@ class Reasons:
             message = f"{message}; without a queue it would be {alone_s:.2f} s"
             return self._rejection("ttft", message, queue_s, candidates)
         return self._rejection("ttft", message, ttft_s - slo_s, candidates)
-
-    def others(self, ttft_s: float, candidates: list[Candidate]) -> Rejection:
-        """Its own first token would be in time, but not that of some request that was accepted before."""
-        return self._rejection("ttft", f"the first token would come after {ttft_s:.2f} s, and everywhere it would make "
-                               f"a request late that was accepted before", ttft_s, candidates)
 
     def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate]) -> Rejection:
         """Tokens would come too slowly."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.conductor.core.board import DecodeBoard, PrefillBoard
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import Answers, Cluster, Worker
 from services.conductor.core.machine import Conductor
 from shared.ids import WorkerId
 from shared.messages import Placement, Source
@@ -111,6 +111,29 @@ def test_who_should_have_been_done_long_ago_is_still_counted() -> None:
         play >> after(1.0) >> load("d1", role="decode", running=1, context_tokens=1000) >> load("p1")
     worker = cluster(play).workers[WorkerId("d1")]
     assert worker.decoding_at(play.now + 50.0, now=play.now)[0] == 1
+
+
+def test_answers_are_expected_to_be_like_the_same_tenants_lately() -> None:
+    answers = Answers()
+    for _ in range(60):
+        answers.observe(20, "short")
+        answers.observe(1000, "long")
+    assert answers.usual("short") == pytest.approx(20, abs=1) and answers.usual("long") == pytest.approx(1000, rel=0.01)
+    assert 20 < answers.usual("new") < 1000, "of who is new, what is usual"
+    for _ in range(40):
+        answers.observe(100, "mixed")
+        answers.observe(300, "mixed")
+    assert answers.most("mixed") == pytest.approx(300, rel=0.1) and answers.most("short") < 25
+
+
+def test_room_is_looked_for_by_the_tenants_answers() -> None:
+    play = stage(hello("p1"), hello("d1", "decode"))
+    worker = cluster(play).workers[WorkerId("d1")]
+    assert worker.needed_blocks(640, 10_000, "chatty") == 10 + 4
+    for _ in range(60):
+        cluster(play).answered(6400, "chatty")
+    assert worker.needed_blocks(640, 10_000, "chatty") == pytest.approx(10 + 100, abs=2)
+    assert worker.needed_blocks(640, 64, "chatty") == 11, "never more than it may"
 
 
 def test_what_cannot_be_true_is_refused_and_counted() -> None:

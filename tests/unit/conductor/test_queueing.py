@@ -12,7 +12,18 @@ from shared.ids import WorkerId
 from shared.messages import Placement, Profile, Rejection
 from shared.order import FCFS, SRPT, Order
 from tests.support.playbook import Playbook, after
-from tests.unit.conductor.builders import BLOCK_TOKENS, answer, ask, chain, hello, load, progress, stage, stored
+from tests.unit.conductor.builders import (
+    BLOCK_TOKENS,
+    answer,
+    ask,
+    chain,
+    conductor,
+    hello,
+    load,
+    progress,
+    stage,
+    stored,
+)
 
 ORDER = Order(stretch=10.0, most_s=40.0)
 
@@ -132,6 +143,20 @@ def test_a_heartbeat_says_how_far_the_one_is_that_runs() -> None:
     worker(play).check_invariants()
 
 
+def test_a_replica_counts_a_decision_as_the_one_that_made_it() -> None:
+    doc = chain("doc", 8)
+    play, other = one_and_one(), stage(hello("p1"), hello("d1", "decode", max_running=50),
+                                       machine=conductor("c2", order=ORDER))
+    for request in ("r1", "r2"):
+        play >> ask(request, doc, ttft_slo_s=5.0)
+        _, announced = play.take()
+        other >> announced.message
+        other.take()
+    assert worker(other).line(0.1, other.now) == pytest.approx(worker(play).line(0.1, play.now))
+    assert worker(other).burden.first_spare_s == pytest.approx(worker(play).burden.first_spare_s)
+    assert worker(other).burden.waiting[0] == pytest.approx(worker(play).burden.waiting[0])
+
+
 class TestBounds:
     def test_waiting_is_no_reason_to_turn_away_while_the_bound_is_met(self) -> None:
         play = one_and_one(FCFS)
@@ -142,19 +167,24 @@ class TestBounds:
         assert isinstance(rejection, Rejection)
         assert (rejection.code, rejection.retry_after_s) == ("ttft", pytest.approx(11.0 - 10.5))
 
-    def test_nobody_is_made_late_who_was_accepted(self) -> None:
-        play = one_and_one()
-        place(play, "front", 990)
-        place(play, "tight", 1990, ttft_slo_s=3.7)  # will be there after 3 s
-        refused = answer(play, ask("r", [], tokens=190, ttft_slo_s=30.0))
-        assert isinstance(refused, Rejection) and "accepted before" in refused.message
-        assert place(play, "tiny", 40, ttft_slo_s=30.0).predicted_queue_s == 0.0, "half a second stays to spare"
+    def test_nobody_is_made_late_who_was_accepted_where_that_can_be_avoided(self) -> None:
+        play = stage(hello("p1"), hello("p2"), hello("d1", "decode", max_running=50), order=ORDER)
+        place(play, "front", 990, exclude=[WorkerId("p2")])
+        place(play, "tight", 1990, exclude=[WorkerId("p2")], ttft_slo_s=3.6)  # will be there after 3 s
+        for i in range(3):
+            place(play, f"r{i}", 4990, exclude=[WorkerId("p1")])
+        assert place(play, "bold", 190).prefill == "p1", "there it delays fewer"
+        play >> progress("bold", "p1", "failed")
+        assert place(play, "polite", 190, ttft_slo_s=30.0).prefill == "p2"
+        assert place(play, "tiny", 40, ttft_slo_s=30.0).prefill == "p1", "half a second stays to spare"
 
     def test_nor_the_one_that_would_make_way(self) -> None:
-        play = one_and_one()
-        place(play, "tight", 1990, ttft_slo_s=2.1)
-        assert isinstance(answer(play, ask("r", [], tokens=190, ttft_slo_s=30.0)), Rejection)
-        assert place(play, "later", 4990, ttft_slo_s=30.0).predicted_queue_s == pytest.approx(2.0)
+        play = stage(hello("p1"), hello("p2"), hello("d1", "decode", max_running=50), order=ORDER)
+        place(play, "tight", 1990, exclude=[WorkerId("p2")], ttft_slo_s=2.1)
+        for i in range(2):
+            place(play, f"r{i}", 4990, exclude=[WorkerId("p1")])
+        assert place(play, "polite", 190, ttft_slo_s=30.0).prefill == "p2"
+        assert place(play, "alone", 190, ttft_slo_s=30.0, exclude=[WorkerId("p2")]).prefill == "p1"
 
     def test_who_is_late_anyway_holds_up_nobody(self) -> None:
         play = one_and_one()
