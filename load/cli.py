@@ -33,7 +33,8 @@ from shared.units import parse_seconds
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(help="Replay traces against a gateway and report how it did; benchmarks of single parts.",
-                  no_args_is_help=True)
+                  no_args_is_help=True, epilog=(
+                      "Example: moonbus load run --trace conversation_trace.jsonl --rate-scale 0.1 --limit 100"))
 app.command("bench-transfer")(bench.bench_transfer)
 app.command("bench-store")(bench.bench_store)
 app.command("bench-restart")(bench.bench_restart)

@@ -30,10 +30,15 @@ app = typer.Typer(
     help="LLM serving that schedules around the KV cache.",
     epilog="Start with [bold]moonbus demo[/], or [bold]moonbus up[/] and then [bold]moonbus chat[/].",
 )
-serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreground, as containers do.")
-store_app = typer.Typer(no_args_is_help=True, help="Steer the cluster-wide pool of KV blocks.")
-quota_app = typer.Typer(no_args_is_help=True, help="How many bytes of the pool each tenant may take.")
-models_app = typer.Typer(no_args_is_help=True, help="Fetch models and list what is here.")
+serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreground, as containers do.", epilog=(
+    "Example: moonbus serve prefill --set model=smollm2-135m --set nats_url=nats://10.0.0.1:4222"))
+store_app = typer.Typer(no_args_is_help=True, help="Steer the cluster-wide pool of KV blocks.", epilog=(
+    "Examples:\n\n  moonbus store replicas --hot\n\n  moonbus store drain prefill-1\n\n"
+    "  moonbus store quota set acme 64GiB"))
+quota_app = typer.Typer(no_args_is_help=True, help="How many bytes of the pool each tenant may take.", epilog=(
+    "Examples:\n\n  moonbus store quota ls\n\n  moonbus store quota set acme 64GiB\n\n  moonbus store quota rm acme"))
+models_app = typer.Typer(no_args_is_help=True, help="Fetch models and list what is here.", epilog=(
+    "Examples:\n\n  moonbus models pull smollm2-135m\n\n  moonbus models ls"))
 app.add_typer(serve_app, name="serve", rich_help_panel=_STACK)
 app.add_typer(kv.app, name="kv", rich_help_panel=_ASK)
 app.add_typer(store_app, name="store", rich_help_panel=_ASK)

@@ -10,7 +10,8 @@ import typer
 from services.launcher.settings import Settings
 from shared.settings import describe
 
-app = typer.Typer(no_args_is_help=True, help="Ask the catalog what happened to KV blocks and requests.")
+app = typer.Typer(no_args_is_help=True, help="Ask the catalog what happened to KV blocks and requests.", epilog=(
+    "Examples:\n\n  moonbus kv ls\n\n  moonbus kv hot --html hot.html\n\n  moonbus kv evictions --since 1h"))
 
 _DATA_DIR = next(field for field in describe(Settings, "launcher") if field.name == "data_dir")
 
