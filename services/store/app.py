@@ -33,5 +33,6 @@ def main(overrides: Mapping[str, Any]) -> int:
                     stopping.cancel()
                 if failed.done():
                     failed.result()
+                await shell.save()
 
     return run("store", settings.worker_id, settings, body)

@@ -77,6 +77,10 @@ class StoreShell:
             await asyncio.gather(*lending, return_exceptions=True)
             self._failed.cancel()
 
+    async def save(self) -> None:
+        """Copies what is in memory and worth it to the disk; the caller bounds the time."""
+        await asyncio.gather(*(agent.save() for agent in self._agents.values()))
+
     async def _on_hello(self, delivery: Delivery) -> None:
         hello: Hello = delivery.message
         if hello.role != "store":

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -61,6 +61,9 @@ _LOOK_S = 0.05
 """Shortest pause between two looks for blocks to copy to the SSD."""
 _NOTHING_WRITTEN_S = 1.0
 """Pause after the SSD took nothing, if it does not ask for a longer one."""
+_IDLE_S = 5.0
+"""How long a block lies in memory before it is copied to the SSD although nothing asks for its slot; also the pause
+between two looks for such blocks that found none."""
 _RECALL_BLOCKS = 16
 """Blocks that a push reads back from the SSD at a time: what is there leaves while the next ones are read."""
 _HOLE_S = 10.0
@@ -104,8 +107,13 @@ class StoreAgent:
         self._released = asyncio.Event()
         self._cooled = asyncio.Event()
         """Some block may have become one to copy to the SSD."""
-        self._uncopied: dict[BlockKey, None] = {}
-        """All and only blocks in memory that the SSD has not, if there is one; the longest stored first."""
+        self._uncopied: dict[BlockKey, float] = {}
+        """{block in memory that the SSD has not: since when}, all and only those, if there is an SSD; the longest
+        stored first, and those that were not worth a write behind the others."""
+        self._copying = asyncio.Lock()
+        """Held from the choice of blocks to copy until they are copied."""
+        self._idle_s = 0.0
+        """No copying for the sake of idleness before this time."""
         self._owners = Owners()
         self._background: set[asyncio.Task[Any]] = set()
         self._hole, self._hole_s = 0, -math.inf
@@ -228,7 +236,7 @@ class StoreAgent:
                 self._uncopied.pop(block.key, None)
                 continue
             if self.ssd is not None and not self.ssd.has(block.key):
-                self._uncopied[block.key] = None
+                self._uncopied.setdefault(block.key, self._clock.monotonic())
         self._pending.extend(blocks)
         self._wake.set()
         self._cooled.set()
@@ -243,7 +251,8 @@ class StoreAgent:
 
     def _announce_lost(self, keys: Sequence[BlockKey], reason: str) -> None:
         self.announce_evicted(keys, reason, Tier.SSD)
-        self._uncopied.update((key, None) for key in keys if self.pool.block(key) is not None)
+        now = self._clock.monotonic()
+        self._uncopied.update((key, now) for key in keys if self.pool.block(key) is not None)
 
     def observe(self) -> PoolStatistics:
         """Counts of the pool's slots, which also become metrics."""
@@ -392,19 +401,63 @@ class StoreAgent:
             self.spawn(wait(reading.settled), f"settle-{landing}")
 
     async def _demote(self, ssd: SsdTier) -> None:
-        """Copies blocks to the SSD ahead of need, until cancelled."""
+        """Copies blocks to the SSD ahead of need, and when idle, until cancelled."""
         while True:
-            began_s = self._clock.monotonic()
-            blocks = self._to_demote(ssd)
-            looked_s = self._clock.monotonic() - began_s
+            async with self._copying:
+                began_s = self._clock.monotonic()
+                blocks = self._to_demote(ssd) or self._to_write_behind(ssd)
+                looked_s = self._clock.monotonic() - began_s
+                written = await self._copy_down(ssd, blocks) if blocks else 0
             if not blocks:
                 self._cooled.clear()
-            elif not await self._copy_down(ssd, blocks):
+            elif not written:
                 await asyncio.sleep(max(ssd.pause_left_s(), _NOTHING_WRITTEN_S))
             # Looking may take a twentieth of the loop's time at most.
             pause_s = 20 * looked_s - (self._clock.monotonic() - began_s)
             await asyncio.sleep(max(pause_s, 0.0 if blocks else _LOOK_S))
-            await self._cooled.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._cooled.wait(), self._until_idle_s())
+
+    def _until_idle_s(self) -> float | None:
+        """Seconds until it is worth looking for blocks to copy although nothing happens; ``None`` for never."""
+        if not self._uncopied or not self._ssd_settings.idle_bytes_per_s or self.is_retired:
+            return None
+        now = self._clock.monotonic()
+        oldest_s = next(iter(self._uncopied.values()))
+        return max(_LOOK_S, self._idle_s - now, oldest_s + _IDLE_S - now)
+
+    def _to_write_behind(self, ssd: SsdTier) -> list[StoredBlock]:
+        """What to copy now since there is nothing else to do; paced by its bytes."""
+        now, rate = self._clock.monotonic(), self._ssd_settings.idle_bytes_per_s
+        if not rate or now < self._idle_s:
+            return []
+        blocks = self._to_demote(ssd, behind=1.0, before_s=now - _IDLE_S)
+        self._idle_s = now + (len(blocks) * self._spec.block_bytes / rate if blocks else _IDLE_S)
+        return blocks
+
+    async def save(self) -> int:
+        """Copies to the SSD all in memory that is worth it, in the place of colder blocks if need be; how many were.
+
+        For an orderly end: the caller bounds the time, and what was copied by then stays. Never raises for what the
+        disk does.
+        """
+        if self.ssd is None:
+            return 0
+        began_s, saved, in_vain = self._clock.monotonic(), 0, 0
+        # More would push each other out, and what comes meanwhile would keep it from ending.
+        most = min(len(self._uncopied), self.ssd.pool.statistics().total)
+        while saved < most and in_vain < len(self._uncopied):
+            async with self._copying:
+                blocks = self._to_demote(self.ssd, behind=1.0, room=WRITE_BLOCKS)
+                written = await self._copy_down(self.ssd, blocks) if blocks else 0
+            if blocks and not written:
+                break
+            saved += written
+            in_vain = 0 if blocks else in_vain + self._look_blocks()
+            await asyncio.sleep(0)
+        log.info("action=ssd_saved blocks=%d left=%d seconds=%.2f", saved, len(self._uncopied),
+                 self._clock.monotonic() - began_s)
+        return saved
 
     async def _copy_down(self, ssd: SsdTier, blocks: Sequence[StoredBlock]) -> int:
         """Writes the blocks, which stay where they are meanwhile; how many were written."""
@@ -415,23 +468,29 @@ class StoreAgent:
         finally:
             self._let_go(operation)
 
-    def _to_demote(self, ssd: SsdTier) -> list[StoredBlock]:
+    def _look_blocks(self) -> int:
+        """Uncopied blocks that are looked at together; half as many are copied together."""
+        # Few enough not to keep running requests from their memory while a slow disk holds them.
+        return 2 * min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
+
+    def _to_demote(self, ssd: SsdTier, *, behind: float = 0.0, before_s: float = math.inf,
+                   room: int | None = None) -> list[StoredBlock]:
+        """See :func:`plan_demotion`; ``before_s`` leaves out what was stored later. ``room``: as if the SSD had it."""
         if self.is_retired:
             return []
         settings, statistics = self._ssd_settings, ssd.pool.statistics()
-        # Few enough not to keep running requests from their memory while a slow disk holds them.
-        limit = min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
-        oldest = list(islice(self._uncopied, 2 * limit))
+        looked, limit = self._look_blocks(), self._look_blocks() // 2
+        oldest = list(islice((key for key, since_s in self._uncopied.items() if since_s <= before_s), looked))
         plan = plan_demotion(
             self.pool, oldest=[block for key in oldest if (block := self.pool.block(key)) is not None],
             uncopied=len(self._uncopied), held=ssd.has,
             fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0, ahead=settings.ahead,
-            capacity=statistics.total, room=ssd.room, least_odds=settings.least_odds, limit=limit,
-            now=self._clock.monotonic())
+            behind=behind, capacity=statistics.total, room=ssd.room if room is None else room,
+            least_odds=settings.least_odds, limit=limit, now=self._clock.monotonic())
         chosen = {block.key for block in plan}
         for key in oldest:  # those that are not worth it now come up again after all others
-            if key not in chosen and self._uncopied.pop(key, self) is None:
-                self._uncopied[key] = None
+            if key not in chosen and (since_s := self._uncopied.pop(key, None)) is not None:
+                self._uncopied[key] = since_s
         return plan
 
     # --- fetching ----------------------------------------------------------------------------------------------

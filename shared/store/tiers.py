@@ -6,7 +6,8 @@ block's parent is there too: whichever tier loses blocks, and when, no prefix ge
 *Demotion* copies a block to the SSD while it is still in DRAM, ahead of need: the blocks that would be evicted next,
 and others as long as the SSD has room, until a given share of the pool is free or copied. Eviction itself never waits
 for a disk: what was not copied by then is gone. Ancestors are copied before their descendants. A block that the policy
-expects to see no more is not worth a write.
+expects to see no more is not worth a write. What has lain uncopied for a while follows when the disk has nothing else
+to do (*write-behind*), and all the rest before an orderly end, so that a restart finds what was in memory.
 
 *Promotion* reads a block back into DRAM when a request wants it.
 
@@ -29,11 +30,12 @@ WINDOW_BLOCKS = 64
 
 def plan_demotion(pool: BlockPool, *, oldest: Sequence[StoredBlock], uncopied: int, held: Callable[[BlockKey], bool],
                   fits: Callable[[StoredBlock], bool], ahead: float, capacity: int, room: int, least_odds: float,
-                  limit: int, now: float) -> list[StoredBlock]:
+                 limit: int, now: float, behind: float = 0.0) -> list[StoredBlock]:
     """The up to ``limit`` blocks of ``pool`` to copy next, parents before children; changes nothing.
 
     First those that would be evicted next; then, while the SSD has ``room`` without losing others, those of ``oldest``
-    (the longest cached of the ``uncopied`` blocks), until the share ``ahead`` of the pool's slots is free or copied.
+    (the longest cached of the ``uncopied`` blocks), until the share ``ahead`` of the pool's slots, or ``behind`` if
+    that is more, is free or copied.
 
     ``held``: is it on the SSD? ``fits``: may it be written at all? ``capacity``: blocks that the SSD holds at most;
     more are never wanted there, or copies would push each other out for ever. ``least_odds``: blocks less likely to be
@@ -64,7 +66,7 @@ def plan_demotion(pool: BlockPool, *, oldest: Sequence[StoredBlock], uncopied: i
     for block in pool.coldest(min(target - statistics.free, WINDOW_BLOCKS), now=now):
         if len(chosen) >= limit or not want(block, capacity):
             break
-    copied = statistics.cached - uncopied
+    copied, target = statistics.cached - uncopied, int(statistics.total * max(ahead, behind))
     for block in oldest:
         if len(chosen) >= min(limit, room) or statistics.free + copied + len(chosen) >= target:
             break

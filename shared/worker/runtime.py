@@ -166,6 +166,7 @@ def run_worker(settings: WorkerSettings, role: Role, shell_of: Callable[[Worker]
                 lifecycle.ready(worker=worker.id, model=worker.model.name)
                 await _until_stopped(lifecycle, presence)
                 await asyncio.gather(shell.drain(), presence.changed())
+                await worker.agent.save()
 
     return run(role, settings.worker_id, settings, body)
 

@@ -135,6 +135,35 @@ async def test_a_full_tier_evicts_its_coldest_leaves(nats_url: str, tmp_path: Pa
         assert on_ssd(one, chains[0]) == 0 and on_ssd(one, chains[4]) == 4
 
 
+async def test_an_idle_disk_takes_what_the_pool_has_room_for(
+        nats_url: str, tmp_path: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.store.agent._IDLE_S", 0.1)
+    chain, other = make_chain("a", 6), make_chain("b", 5)
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path, ahead=0.0, blocks=8)) as one:
+        one.put(chain)
+        await eventually(lambda: on_ssd(one, chain) == 6)
+        one.put(other)
+        await eventually(lambda: on_ssd(one, other) == 2, "as many as there is room for")
+        assert on_ssd(one, chain) == 6
+
+
+async def test_an_orderly_end_saves_what_is_in_memory(nats_url: str, tmp_path: Path) -> None:
+    first, second = make_chain("a", 6), make_chain("b", 5)
+    settings = ssd(tmp_path, ahead=0.0, blocks=8, idle_bytes_per_s=0)
+    for chain in (first, second):
+        async with open_holder(nats_url, "w1", ssd=settings) as one:
+            one.put(chain)
+            assert on_ssd(one, chain) == 0
+            assert await one.agent.save() == len(chain) and await one.agent.save() == 0
+    async with open_holder(nats_url, "w1", ssd=settings) as one:
+        assert on_ssd(one, second) == 5 and on_ssd(one, first) == 3, "in the place of the coldest"
+    async with open_holder(nats_url, "w2", ssd=ssd(tmp_path, ahead=0.0, blocks=3, idle_bytes_per_s=0)) as one:
+        one.put(first)
+        assert await one.agent.save() == 3, "no more than the disk holds, or they would push each other out"
+        one.agent.retire()
+        assert await one.agent.save() == 0
+
+
 async def test_a_directory_is_one_workers(nats_url: str, tmp_path: Path) -> None:
     async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)):
         with pytest.raises(SettingError, match="no other process uses"):

@@ -21,6 +21,7 @@ from shared.bus.subjects import HELLO, KV_SYNC, LOAD, POOL, ROLLCALL
 from shared.ids import OperationId, WorkerId
 from shared.kv import CacheSpec, Tier
 from shared.messages import Hello, Load, Replicate, Since, SnapshotPage, Stored, SyncEvents
+from shared.store.settings import SsdSettings
 from tests.support.agents import Holder, open_holder
 from tests.support.blocks import SPEC, make_chain
 from tests.support.eventually import Eventually
@@ -131,6 +132,23 @@ async def test_a_killed_store_has_its_blocks_when_it_is_back(
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 10.0) == 0
         await listener.close()
+
+
+async def test_a_stopped_store_has_its_blocks_too(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    chain = make_chain("a", 3)
+    async with open_holder(nats_url, "p1") as one:
+        listener = Listener(one)
+        await listener.open()
+        one.put(chain)
+        async with running(nats_url, tmp_path, SSD_AHEAD="0", SSD_IDLE_BYTES_PER_S="0") as (process, _):
+            await eventually(lambda: listener.hellos.get(STORE), timeout_s=10.0)
+            order = Replicate(operation=OperationId("copy"), source=one.id, blocks=chain, deadline_s=5.0)
+            assert (await one.bus.request(POOL.at(worker=STORE), order, timeout_s=6.0)).copied == 3
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10.0) == 0
+        await listener.close()
+    async with open_holder(nats_url, STORE, ssd=SsdSettings(dir=str(tmp_path), bytes=32 << 20)) as heir:
+        assert heir.held == {(block.key, Tier.SSD) for block in chain}, "written before its end"
 
 
 async def test_it_lends_for_values_from_its_settings(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:

@@ -31,10 +31,10 @@ def filled(*chains: list[StoredBlock], slots: int = 16, policy: Lru | None = Non
 
 def plan(pool: BlockPool, *, held: Callable[[BlockKey], bool] = lambda key: False, ahead: float = 1.0,
          limit: int = 100, fits: Callable[[StoredBlock], bool] = lambda block: True, capacity: int = 1000,
-         room: int = 1000, least_odds: float = 0.0) -> list[StoredBlock]:
+         room: int = 1000, least_odds: float = 0.0, behind: float = 0.0) -> list[StoredBlock]:
     oldest = [block for block in pool.blocks() if not held(block.key)]
     return plan_demotion(pool, oldest=oldest, uncopied=len(oldest), held=held, fits=fits, ahead=ahead,
-                         capacity=capacity, room=room, least_odds=least_odds, limit=limit, now=99.0)
+                         capacity=capacity, room=room, least_odds=least_odds, limit=limit, now=99.0, behind=behind)
 
 
 def test_ancestors_go_before_the_block_that_is_cold() -> None:
@@ -48,6 +48,14 @@ def test_only_as_much_as_will_be_needed_next() -> None:
     pool = filled(a, b, slots=16)
     assert plan(pool, ahead=0.25) == [], "four slots are free"
     assert plan(pool, ahead=0.5) == a, "the deepest four of a, which need the others"
+
+
+def test_behind_takes_what_is_not_needed_next_while_there_is_room() -> None:
+    a, b = make_chain("a", 8), make_chain("b", 4)
+    pool = filled(a, b, slots=16)
+    assert plan(pool, ahead=0.25, behind=1.0) == a + b
+    assert plan(pool, ahead=0.25, behind=1.0, room=5) == a[:5]
+    assert plan(pool, ahead=0.25, behind=1.0, room=0) == []
 
 
 def test_what_is_there_is_not_copied_again() -> None:
