@@ -12,12 +12,14 @@ from shared.bus.nats import NatsBus
 from shared.clock import SystemClock
 from shared.lifecycle import Lifecycle, run
 from shared.settings import load
-from shared.worker.runtime import named
+from shared.worker.runtime import check, named
 
 
 def main(overrides: Mapping[str, Any]) -> int:
     """Runs a store until it is told to stop; the exit code."""
     settings = named(load(Settings, "store", overrides=overrides), "store")
+    check(settings)
+    settings.opaque_specs()
 
     async def body(lifecycle: Lifecycle) -> None:
         async with NatsBus.connect(settings.nats_url, name=settings.worker_id,

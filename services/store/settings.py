@@ -26,7 +26,10 @@ class Settings(StoreSettings, frozen=True, kw_only=True):
         for text in self.values:
             name, _, size = text.rpartition(":")
             try:
-                specs.append(CacheSpec.opaque(name, parse_bytes(size)))
+                nbytes = parse_bytes(size)
+                if not name or nbytes < 1:
+                    raise ValueError("a name, and a size of at least one byte")
+                specs.append(CacheSpec.opaque(name, nbytes))
             except ValueError as error:
                 raise SettingError("values", text, f"name:size, like embeddings:256KiB ({error})") from error
         if len(specs) > self.max_specs:

@@ -29,6 +29,7 @@ from shared.store.blocks import BlockPool
 from shared.store.door import INLINE_BYTES, Door
 from shared.store.policies import POLICIES, make
 from shared.store.ssd.files import Files
+from shared.store.ssd.slots import check_directory
 from shared.store.ssd.tier import SsdTier
 from shared.transfer import Segment, TransferEngine
 from shared.units import format_bytes
@@ -111,8 +112,7 @@ async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: 
     """A store agent over the registered ``segment``, with the SSD tier that ``settings`` want and a door for clients,
     whose puts of up to ``inline_bytes`` this loop copies itself.
     """
-    if settings.cache_policy not in POLICIES:
-        raise SettingError("cache_policy", settings.cache_policy, f"one of {', '.join(POLICIES)}")
+    await asyncio.to_thread(check, settings)
     pool = BlockPool(num_blocks, make(settings.cache_policy))
     async with AsyncExitStack() as stack:
         ssd = None
@@ -127,6 +127,14 @@ async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: 
             agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,
             incarnation=incarnation, clock=clock, settings=settings.transfer, inline_bytes=inline_bytes))
         yield agent
+
+
+def check(settings: StoreSettings) -> None:
+    """Raises :class:`SettingError` for what can be known to be wrong before anything is opened."""
+    if settings.cache_policy not in POLICIES:
+        raise SettingError("cache_policy", settings.cache_policy, f"one of {', '.join(POLICIES)}")
+    if settings.ssd.dir:
+        check_directory(settings.ssd.dir)
 
 
 def named(settings: S, role: Role) -> S:

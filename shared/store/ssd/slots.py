@@ -23,6 +23,7 @@ import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 import xxhash
@@ -258,6 +259,21 @@ def _write_spec(path: Path, spec: CacheSpec) -> None:
     text = msgspec.json.format(msgspec.json.encode(spec))
     if not path.exists() or path.read_bytes() != text:  # a full disk must not keep us from what is there already
         path.write_bytes(text)
+
+
+def check_directory(given: str) -> None:
+    """Makes the directory that a person named if need be; raises :class:`SettingError` when we may not write there.
+
+    A disk that fails is no mistake of that person, and is found out about again when it is used.
+    """
+    directory = Path(given).expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno in _MISTAKES:
+            raise SettingError("ssd_dir", given, f"a writable directory ({error.strerror})") from error
 
 
 def _explained(directory: Path, error: OSError) -> Exception:
