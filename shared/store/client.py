@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 import uvloop
 
-from shared.errors import Bug
+from shared.errors import Bug, Unavailable
 from shared.ids import BlockKey, HostId, Incarnation, fresh
 from shared.kv import KEY_BYTES, CacheSpec, block_keys, root_key
 from shared.store.client_core import Core, Hold
 from shared.store.client_directory import Directory, submit
 from shared.store.client_doors import BROKEN, Call, Doors, Gone
-from shared.store.client_errors import BadKey, BatchTooLarge, NoStore, StoreTimeout, WrongSize
+from shared.store.client_errors import BadKey, BatchTooLarge, BusAway, NoStore, StoreTimeout, WrongSize
 from shared.store.client_memory import Buffer, Bytes, Part
 from shared.store.door_frames import Block
 from shared.store.door_line import Late
@@ -35,6 +35,7 @@ from shared.transfer.addresses import host_clock_s
 from shared.transfer.native import find_native
 
 log = logging.getLogger(__name__)
+logging.getLogger("shared").addHandler(logging.NullHandler())  # in a program without logs, ours are not for its stderr
 
 MAX_BATCH = 4096
 """Keys of one call."""
@@ -212,6 +213,15 @@ class _Calls:
             self._native.close()
 
 
+@contextmanager
+def _as_store_error() -> Iterator[None]:
+    """What the bus raises, as one of the store's own errors."""
+    try:
+        yield
+    except Unavailable as error:
+        raise BusAway(str(error)) from error
+
+
 class _Kept:
     """What a pin holds; :meth:`renew` runs on the client's loop until :meth:`end`."""
 
@@ -287,7 +297,7 @@ class Client(_Calls):
         """A client for the values of ``spec``; see :meth:`CacheSpec.opaque` for values that are no KV.
 
         ``tenant`` separates: another one finds nothing of this one's. ``settings``: which paths (shm, tcp) may be
-        used, checksums, deadlines. Raises :class:`shared.errors.Unavailable` when there is no bus.
+        used, checksums, deadlines. Raises :class:`BusAway` when there is no bus.
         """
         loop = asyncio.get_running_loop()
         make = partial(_make, cls, nats_url, spec, loop=loop, tenant=tenant, name=name, credentials=credentials,
@@ -300,7 +310,8 @@ class Client(_Calls):
         try:
             await asyncio.wait({listening, opening}, return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
-                listening.result()
+                with _as_store_error():
+                    listening.result()
             yield client
         finally:
             opening.cancel()
@@ -396,7 +407,8 @@ class SyncClient(_Calls):
         thread = threading.Thread(target=listen, name=f"{client._name}-loop", daemon=True)
         thread.start()
         try:
-            opened.result(_START_S)
+            with _as_store_error():
+                opened.result(_START_S)
             yield client
         finally:
             client._close()

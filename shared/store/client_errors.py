@@ -4,6 +4,7 @@
 
     UserError
     └── StoreError         code
+        ├── BusAway            bus        NATS cannot be reached (also a shared.errors.Unavailable)
         ├── NoStore            store      no worker with this spec lends memory, or none can be reached
         ├── ForeignSpec        spec       a worker serves this name with another spec
         ├── EntryRefused       token      the door does not take our token (forged, expired, of a former life)
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.errors import UserError
+from shared.errors import Unavailable, UserError
 
 
 class StoreError(UserError):
@@ -32,6 +33,12 @@ class StoreError(UserError):
     def __init__(self, message: str, done: Sequence[bool] = ()) -> None:
         super().__init__(message)
         self.done = list(done)
+
+
+class BusAway(StoreError, Unavailable):
+    """NATS cannot be reached."""
+
+    code = "bus"
 
 
 class NoStore(StoreError):

@@ -22,14 +22,16 @@ from prometheus_client import REGISTRY
 from load.bench.store_owner import Owner, open_owner
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import DOOR
-from shared.errors import Bug
+from shared.errors import Bug, Unavailable
 from shared.ids import BlockKey, Incarnation, OperationId
 from shared.kv import CacheSpec, pack_keys, root_key
 from shared.messages import DoorOpened, OpenDoor
+from shared.store import Client, SyncClient
 from shared.store import door_frames as frames
 from shared.store.client_errors import (
     BadKey,
     BatchTooLarge,
+    BusAway,
     ForeignSpec,
     MissingParent,
     NoStore,
@@ -633,6 +635,22 @@ def test_importing_the_client_loads_no_torch() -> None:
     code = ("import sys; from shared.store import Client, SyncClient; "
             "assert not {'torch', 'transformers'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+async def test_without_a_bus_it_is_an_error_of_the_store() -> None:
+    url = "nats://127.0.0.1:9"
+
+    def in_threads() -> None:
+        with SyncClient.open(url, SPEC):
+            pass
+
+    async def on_a_loop() -> None:
+        async with Client.open(url, SPEC):
+            pass
+
+    for error in await asyncio.gather(asyncio.to_thread(in_threads), on_a_loop(), return_exceptions=True):
+        assert isinstance(error, BusAway) and isinstance(error, StoreError) and isinstance(error, Unavailable)
+        assert error.code == "bus" and f"cannot reach NATS at {url}" in str(error)
 
 
 async def test_the_example_of_the_docs_runs(nats_url: str) -> None:
