@@ -25,7 +25,7 @@ from shared.kv import CacheSpec
 from shared.messages import Hello, Load, Rollcall
 from shared.store.agent import StoreAgent, set_levels
 from shared.store.door_frames import MAX_INLINE_BYTES
-from shared.store.ssd.slots import read_spec
+from shared.store.ssd.slots import DirectoryTaken, read_spec
 from shared.transfer import TransferEngine
 from shared.worker.presence import Presence
 from shared.worker.runtime import SEGMENT, open_agent
@@ -112,7 +112,8 @@ class StoreShell:
             self._specs.ended(digest)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, UserError):  # one spec that cannot be served must not end the others
+        # One spec that cannot be served must not end the others; but who has another's name must not go on under it.
+        if isinstance(error, UserError) and not isinstance(error, DirectoryTaken):
             log.error("action=lending_ended spec=%s error=%s", digest[:8], error)
             if self._lending:
                 return
@@ -148,6 +149,8 @@ class StoreShell:
                 try:
                     async with presence.open():
                         log.info("action=lending model=%s worker=%s blocks=%d", spec.model, worker, num_blocks)
+                        if (task := asyncio.current_task()) is not None and task.cancelling():
+                            raise asyncio.CancelledError  # the bus's client swallows one that meets it while it flushes
                         await presence.refused
                 finally:
                     del self._agents[digest]

@@ -45,6 +45,10 @@ _MISTAKES = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, er
                        errno.EISDIR, errno.ELOOP})
 
 
+class DirectoryTaken(SettingError):
+    """Another process keeps blocks in the directory under the same worker_id."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a directory held when it was opened."""
@@ -80,16 +84,16 @@ class SlotFiles:
     def open(cls, directory: Path, spec: CacheSpec, *, max_slots: int, files: Files) -> SlotFiles:
         """Locks ``directory``, made if need be, and reads its index.
 
-        Raises :class:`SettingError` when it is not for us to use, or another process uses it; ``OSError`` when the
-        disk fails.
+        Raises :class:`SettingError` when it is not for us to use, or another process uses it
+        (:class:`DirectoryTaken`); ``OSError`` when the disk fails.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
             lock = FileLock(directory / "lock", timeout=0, thread_local=False)
             lock.acquire()
         except Timeout as error:
-            raise SettingError("ssd_dir", str(directory), "a directory that no other process uses; "
-                               "give every worker a worker_id of its own") from error
+            raise DirectoryTaken("ssd_dir", str(directory), "a directory that no other process uses; "
+                                 "give every worker a worker_id of its own") from error
         except OSError as error:
             raise _explained(directory, error) from error
         opened: list[File] = []

@@ -151,6 +151,14 @@ async def test_a_stopped_store_has_its_blocks_too(nats_url: str, tmp_path: Path,
         assert heir.held == {(block.key, Tier.SSD) for block in chain}, "written before its end"
 
 
+async def test_a_store_with_anothers_name_ends(nats_url: str, tmp_path: Path) -> None:
+    """Also if it could lend for another spec meanwhile."""
+    ssd = SsdSettings(dir=str(tmp_path), bytes=32 << 20)
+    async with open_holder(nats_url, STORE, ssd=ssd):
+        async with running(nats_url, tmp_path, STORE_VALUES="embeddings:4KiB") as (process, _):
+            assert await asyncio.wait_for(process.wait(), 10.0) == 1
+
+
 async def test_it_lends_for_values_from_its_settings(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
     values = CacheSpec.opaque("embeddings", 4096)
     async with open_holder(nats_url, "p1") as one:
