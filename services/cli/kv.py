@@ -58,14 +58,12 @@ def lineage(key: Annotated[str, typer.Argument(help="Block key in hex, or its fi
             limit: BlockLimit = 1000, html: Html = None, json: Json = False, nats_url: NatsUrl = None,
             data_dir: DataDir = None) -> None:
     """Show a block's chain from the root: who computed each block, when, for which request, where its copies are."""
-    if down or html is not None:
-        from services.cli.kv_show import descendants
-
-        descendants(key, nats_url, data_dir, json, limit=limit, html=html)
+    if down:
+        from services.cli.kv_show import descendants as run
     else:
         from services.cli.kv_show import lineage as run
 
-        run(key, nats_url, data_dir, json)
+    run(key, nats_url, data_dir, json, limit=limit, html=html)
 
 
 @app.command("descendants", epilog="Example: moonbus kv descendants 9f86d081 --html tree.html")

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.tree import Tree
 
 from services.cli.find import ask, settings
-from services.cli.output import compact_table, console, format_age, name_column
+from services.cli.output import compact_table, console, format_age, name_column, notes
 from services.launcher.lineage import KEY_DIGITS, copies, lineage_table
 from shared.bus.subjects import (
     BLOCKS,
@@ -105,13 +105,15 @@ def stats(nats_url: str | None, data_dir: str | None, json: bool) -> None:
     console.print(table)
 
 
-def lineage(key: str, nats_url: str | None, data_dir: str | None, json: bool) -> None:
-    """Prints a block's chain from the root."""
+def lineage(key: str, nats_url: str | None, data_dir: str | None, json: bool, *, limit: int, html: Path | None) -> None:
+    """Prints a block's chain from the root; ``html`` gets what continues it, at most ``limit`` blocks."""
     reply = cast(LineageReply, _ask(nats_url, data_dir, LINEAGE, LineageQuery(key_hex=_digits(key))))
+    if html is not None:
+        descendants(key, nats_url, data_dir, json=False, limit=limit, html=html)
     if json:
         _print_json(reply)
-        return
-    console.print(lineage_table(reply))
+    elif html is None:
+        console.print(lineage_table(reply))
 
 
 def descendants(key: str, nats_url: str | None, data_dir: str | None, json: bool, *, limit: int,
@@ -300,7 +302,7 @@ def _write_page(path: Path, prefixes: Sequence[PrefixRow], *, title: str, said: 
     from services.cli.kv_page import write_page
 
     write_page(path, prefixes, title=title, said=said)
-    console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    notes.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _tree(prefixes: Sequence[PrefixRow], *, title: str) -> Tree:

@@ -76,7 +76,6 @@ async def test_every_question(told: list[object], moonbus: Run, tmp_path: Path) 
         (("lineage", key[:16], "--down"), f"blocks continue {key[:12]}"),
         (("descendants", key[:16]), "hits"),
         (("hot",), "hot stretches"),
-        (("hot", "--html", str(page)), "wrote "),
         (("evictions",), "capacity"),
         (("evictions", "--worker", "prefill-1", "--since", "1h"), "Evicted during the last 1h"),
         (("reuse", "--by", "day"), time.strftime("%Y-%m-%d", time.gmtime(requests[-1].received_at_s))),
@@ -87,7 +86,19 @@ async def test_every_question(told: list[object], moonbus: Run, tmp_path: Path) 
         code, out, err = await moonbus(*arguments)
         assert (code, err) == (0, ""), arguments
         assert expected in out, (arguments, out)
-    assert "<svg" in page.read_text()
+    for arguments in (("hot",), ("lineage", key), ("lineage", key, "--down"), ("descendants", key)):
+        code, alone, _ = await moonbus(*arguments, "--json")
+        assert code == 0
+        code, out, err = await moonbus(*arguments, "--json", "--html", str(page))
+        assert (code, err, json.loads(out).keys()) == (0, f"wrote {page}\n", json.loads(alone).keys()), arguments
+        code, out, err = await moonbus(*arguments, "--html", str(page))
+        assert (code, out, err) == (0, "", f"wrote {page}\n"), arguments
+        assert "<svg" in page.read_text()
+        page.unlink()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    code, out, err = await moonbus("hot", "--html", str(full))
+    assert (code, out) == (1, "") and f"{full} cannot be written (No space left on device)" in err
     for arguments in (("hot",), ("request", request), ("evictions",), ("stats",), ("lineage", key, "--down")):
         code, out, _ = await moonbus(*arguments, "--json")
         assert code == 0 and json.loads(out)
