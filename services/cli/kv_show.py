@@ -71,6 +71,11 @@ def blocks(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int
         raise SettingError("--order", order, " or ".join(_ORDERS))
     query = BlocksQuery(limit=limit, worker=worker, tenant=tenant, order=order, all=everything)  # type: ignore[arg-type]
     reply = cast(BlocksReply, _ask(nats_url, data_dir, BLOCKS, query))
+    if worker and not reply.blocks:
+        known = [row.worker for row in cast(StatsReply, _ask(nats_url, data_dir, STATS, StatsQuery())).workers]
+        if worker not in known:
+            notes.print(f"the catalog knows no worker {worker}; those it knows: {', '.join(known) or 'none'}",
+                        markup=False, highlight=False, soft_wrap=True)
     if json:
         _print_json(reply)
         return

@@ -87,9 +87,16 @@ def set_quota(tenant: str, size: str, nats_url: str | None, data_dir: str | None
 
 
 def remove_quota(tenant: str, nats_url: str | None, data_dir: str | None) -> None:
-    """Takes the quota of ``tenant`` away."""
+    """Takes the quota of ``tenant`` away; one that has none is told, and nothing else happens."""
     _require(tenant)
-    _show_quotas(asyncio.run(_once(settings(nats_url, data_dir), QUOTA.at(), QuotaAsk(tenant=tenant, remove=True))))
+    common = settings(nats_url, data_dir)
+    reply: QuotaReply = asyncio.run(_once(common, QUOTA.at(), QuotaAsk()))
+    if any(row.tenant == tenant for row in reply.quotas):
+        reply = asyncio.run(_once(common, QUOTA.at(), QuotaAsk(tenant=tenant, remove=True)))
+    else:
+        notes.print(f"{tenant} has no quota: there is nothing to take away", markup=False, highlight=False,
+                    soft_wrap=True)
+    _show_quotas(reply)
 
 
 def replicas(nats_url: str | None, data_dir: str | None, *, limit: int, hot: bool) -> None:

@@ -26,6 +26,7 @@ from shared.messages import (
     QuotaReply,
     QuotaRow,
 )
+from shared.units import format_bytes
 
 RECORD = "store-orders"
 RECORD_S = 2.0
@@ -164,6 +165,9 @@ class Desk:
                 return Failure(message=f"{ask.tenant!r} is no name of a tenant: at most 256 printable characters")
             elif ask.nbytes < 0:
                 return Failure(message=f"a quota of {ask.nbytes} bytes is none; give 0 or more")
+            elif not ask.remove and 0 < ask.nbytes < (least := self._least_block()):
+                return Failure(message=f"a quota of {format_bytes(ask.nbytes)} holds nothing: a block takes "
+                                       f"{format_bytes(least)}; give that or more, or 0 to keep {ask.tenant} out")
             else:
                 orders = await self.change(lambda orders: with_quota(
                     orders, ask.tenant, None if ask.remove else ask.nbytes))
@@ -171,6 +175,10 @@ class Desk:
             return Failure(message=str(error))
         return QuotaReply(quotas=[QuotaRow(tenant=tenant, quota=quota, used=self._planner.picture.usage(tenant))
                                   for tenant, quota in orders.quotas.items()])
+
+    def _least_block(self) -> int:
+        """Bytes of the smallest block that a worker here keeps; 0 when there is none."""
+        return min((peer.hello.spec.block_bytes for peer in self._planner.picture.fleet.peers.values()), default=0)
 
     async def copies(self, delivery: Delivery) -> CopiesReply:
         """Answers :class:`shared.messages.CopiesQuery`."""

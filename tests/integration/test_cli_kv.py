@@ -95,6 +95,9 @@ async def test_every_question(told: list[object], moonbus: Run, tmp_path: Path) 
         assert (code, out, err) == (0, "", f"wrote {page}\n"), arguments
         assert "<svg" in page.read_text()
         page.unlink()
+    code, out, err = await moonbus("ls", "--worker", "nobody")
+    assert code == 0 and err.count("\n") == 1 and "0 of 0 blocks" in out
+    assert err.startswith("the catalog knows no worker nobody; those it knows: ") and "prefill-1" in err
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
     code, out, err = await moonbus("hot", "--html", str(full))

@@ -141,7 +141,9 @@ async def test_a_drain_empties_a_worker_and_says_so(
         assert isinstance(reply, Failure) and "moonbus store drain w2" in reply.message
 
 
-async def test_a_quota_evicts_only_its_tenant_and_survives_everybody(nats_url: str, nats_bus: NatsBus) -> None:
+async def test_a_quota_evicts_only_its_tenant_and_survives_everybody(
+    nats_url: str, nats_bus: NatsBus, capsys: pytest.CaptureFixture[str],
+) -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(open_worker(nats_url, "w1"))
         two = await stack.enter_async_context(open_worker(nats_url, "w2"))
@@ -164,6 +166,8 @@ async def test_a_quota_evicts_only_its_tenant_and_survives_everybody(nats_url: s
             gone = await nats_bus.request(QUOTA.at(), QuotaAsk(tenant="acme", remove=True), timeout_s=5.0)
             assert gone == QuotaReply(quotas=[])
             await asyncio.to_thread(cli_store.quotas, nats_url, None)
+            await asyncio.to_thread(cli_store.remove_quota, "acme", nats_url, None)
+            assert "acme has no quota: there is nothing to take away\n" in capsys.readouterr().err
 
 
 # Leaders.

@@ -16,7 +16,7 @@ from shared.bus.memory import MemoryBus
 from shared.bus.subjects import DRAIN, QUOTA
 from shared.clock import ManualClock, SystemClock
 from shared.messages import DrainAsk, DrainReply, Failure, QuotaAsk, QuotaReply
-from tests.support.pool_cluster import Addresses, Cluster, Worker
+from tests.support.pool_cluster import SPEC, Addresses, Cluster, Worker
 
 
 def desk(bus: MemoryBus) -> Desk:
@@ -60,6 +60,17 @@ async def test_orders_written_by_a_newer_version_are_read_as_far_as_they_are_kno
         await bus.record_write(RECORD, value, revision=0, timeout_s=1.0)
         reply = await desk(bus).quota(asked(QuotaAsk()))
         assert isinstance(reply, QuotaReply) and [(row.tenant, row.quota) for row in reply.quotas] == [("acme", 5)]
+
+
+async def test_a_quota_below_a_block_is_refused_with_both_sizes() -> None:
+    async with MemoryBus() as bus:
+        desk, _ = desk_of(bus, Worker("a"))
+        for nbytes, works in ((1000, False), (SPEC.block_bytes, True), (0, True)):
+            reply = await desk.quota(asked(QuotaAsk(tenant="acme", nbytes=nbytes)))
+            assert isinstance(reply, QuotaReply if works else Failure), nbytes
+            if isinstance(reply, Failure):
+                assert reply.message == ("a quota of 1000 B holds nothing: a block takes 1.0 KiB; give that or more, "
+                                         "or 0 to keep acme out")
 
 
 async def test_the_last_worker_that_serves_is_drained_only_by_force() -> None:
