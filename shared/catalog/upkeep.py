@@ -90,7 +90,7 @@ class Upkeeper:
         todo = plan(table, found, now_s=now_s, keep_s=keep_s, max_bytes=self._retention.history_bytes,
                     rest_bytes=rest_bytes)
         column = PARTITIONED[table]
-        changes = [(sql.DROP.format(name=partition.name),) for partition in todo.drop]
+        changes: list[tuple[str, ...]] = [(sql.DROP.format(name=partition.name),) for partition in todo.drop]
         changes += [tuple(statement.format(
             table=table, name=partition.name, column=column, start=partition.start_s, stop=partition.stop_s,
             start_text=_utc(partition.start_s), stop_text=_utc(partition.stop_s)) for statement in sql.MAKE)

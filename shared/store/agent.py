@@ -604,6 +604,7 @@ class StoreAgent:
                 except BusError as error:
                     # Its number is spent: the next heartbeat shows the gap, and who cares asks.
                     log.warning("action=announce_lost seq=%d error=%s", event.seq, error)
+                await asyncio.sleep(0)  # publishing seldom waits, and a restart tells of very many blocks at once
             await asyncio.sleep(_ANNOUNCE_S)
 
     async def _on_sync(self, delivery: Delivery) -> SyncReply:
