@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from load.bench import limits, mooncake, store_owner
 from load.bench.bus import nats_server
 from load.bench.child import Child
 from load.bench.processes import cpu_seconds
-from load.bench.rounds import Outcome, Probe, Target, is_wanted, measure_rounds
-from load.bench.transfer import Source
+from load.bench.rounds import Outcome, Probe, Target
+from load.bench.transfer import Source, measure_sources
 from shared.errors import UserError
 from shared.ids import WorkerId
 from shared.kv import CacheSpec
@@ -76,31 +76,12 @@ def targets(sizes: Mapping[str, int] = SIZES) -> list[Target]:
 
 async def bench(options: StoreOptions, console: Console) -> Outcome:
     """Runs the probes that ``options`` want; what cannot be measured is in ``lost``, with the reason."""
-    lost: dict[str, str] = {}
-    probes: list[Probe] = []
-
-    def progress(number: int) -> None:
-        console.print(f"round {number + 1} of {options.rounds}", style="dim", highlight=False)
-
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(nats_server())
-        for source in sources(options, url):
-            if not any(is_wanted(name, options.only) for name in source.probes):
-                continue
-            console.print(f"starting {source.name}", style="dim", highlight=False)
-            try:
-                opened = await stack.enter_async_context(source.open())
-            except UserError as error:
-                lost[source.name] = str(error)
-            else:
-                probes += [probe for probe in opened if is_wanted(probe.name, options.only)]
+    sizes = list(options.sizes)
+    async with nats_server() as url:
         # All of one size stand together, so that what is compared is measured within seconds.
-        order = list(options.sizes)
-        probes.sort(key=lambda probe: order.index(probe.name.rpartition("/")[2]))
-        outcome = await measure_rounds(probes, rounds=options.rounds, deadline_s=DEADLINE_S + options.seconds,
-                                       progress=progress)
-    outcome.lost = {**lost, **outcome.lost}
-    return outcome
+        return await measure_sources(
+            sources(options, url), only=options.only, rounds=options.rounds, deadline_s=DEADLINE_S + options.seconds,
+            console=console, order=lambda probe: sizes.index(probe.name.rpartition("/")[2]))
 
 
 def sources(options: StoreOptions, url: str = "") -> list[Source]:

@@ -125,15 +125,25 @@ class Source:
 
 async def bench(options: BenchOptions, console: Console) -> Outcome:
     """Runs the probes that ``options`` want; what cannot be measured is in ``lost``, with the reason."""
+    return await measure_sources(sources(options), only=options.only, rounds=options.rounds,
+                                 deadline_s=DEADLINE_S + options.seconds, console=console)
+
+
+async def measure_sources(sources: Sequence[Source], *, only: Sequence[str], rounds: int, deadline_s: float,
+                          console: Console, order: Callable[[Probe], int] | None = None) -> Outcome:
+    """Opens the sources that ``only`` wants and asks their probes in turns, in ``order`` if given.
+
+    What cannot be measured is in ``lost``, with the reason.
+    """
     lost: dict[str, str] = {}
     probes: list[Probe] = []
 
     def progress(number: int) -> None:
-        console.print(f"round {number + 1} of {options.rounds}", style="dim", highlight=False)
+        console.print(f"round {number + 1} of {rounds}", style="dim", highlight=False)
 
     async with AsyncExitStack() as stack:
-        for source in sources(options):
-            if not any(is_wanted(name, options.only) for name in source.probes):
+        for source in sources:
+            if not any(is_wanted(name, only) for name in source.probes):
                 continue
             console.print(f"starting {source.name}", style="dim", highlight=False)
             try:
@@ -141,9 +151,10 @@ async def bench(options: BenchOptions, console: Console) -> Outcome:
             except UserError as error:
                 lost[source.name] = str(error)
             else:
-                probes += [probe for probe in opened if is_wanted(probe.name, options.only)]
-        outcome = await measure_rounds(probes, rounds=options.rounds, deadline_s=DEADLINE_S + options.seconds,
-                                       progress=progress)
+                probes += [probe for probe in opened if is_wanted(probe.name, only)]
+        if order is not None:
+            probes.sort(key=order)
+        outcome = await measure_rounds(probes, rounds=rounds, deadline_s=deadline_s, progress=progress)
     outcome.lost = {**lost, **outcome.lost}
     return outcome
 
