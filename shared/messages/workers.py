@@ -48,6 +48,9 @@ class Hello(Message, frozen=True):
     device: str = "cpu"
     profile: Profile = Profile()
     pid: int = 0
+    elastic: bool = False
+    """Whether it also takes jobs of the other role, prefill or decode, and reports the load of each in a message of
+    its own."""
 
 
 class Load(Message, frozen=True):
@@ -56,6 +59,7 @@ class Load(Message, frozen=True):
     worker: WorkerId
     incarnation: Incarnation
     role: Role
+    """Whose numbers these are: an elastic worker sends one message for each."""
     kv_seq: int
     """Sequence number of the last KV event batch it published: a receiver that is behind asks for a sync."""
     queued: int = 0
