@@ -98,6 +98,9 @@ class Placement(Message, frozen=True):
     ranked_s: float = 0.0
     """Seconds of computing by which the prefill worker will rank it until it starts; 0 for the predicted ones. They
     are more where blocks are counted on that others ahead of it have yet to compute."""
+    reuse_gain_s: float = 0.0
+    """Seconds by which its first token would have come sooner, as predicted, had every prefill worker held what
+    anybody holds of its prefix: what more copies of that prefix would be worth."""
 
     @property
     def predicted_ttft_s(self) -> float:
