@@ -222,15 +222,16 @@ class Cluster:
             for event in events:
                 self.feed(event)
 
-    def use(self, blocks: Sequence[StoredBlock], times: int = 1) -> None:
-        """So many requests with this prompt are placed."""
+    def use(self, blocks: Sequence[StoredBlock], times: int = 1, *, gain_s: float = 0.0) -> None:
+        """So many requests with this prompt are placed, each of which more copies of it would have spared
+        ``gain_s``."""
         for _ in range(times):
             request = RequestId(f"r{next(self._order)}")
             placement = Placement(
                 request=request, attempt=0, conductor=ConductorId("c"), prefill=WorkerId("p"),
                 prefill_incarnation=Incarnation("1"), decode=WorkerId("d"), decode_incarnation=Incarnation("1"),
                 own_blocks=0, sources=[], hit_tokens=0, predicted_queue_s=0, predicted_transfer_s=0,
-                predicted_prefill_s=0, predicted_tbt_s=0)
+                predicted_prefill_s=0, predicted_tbt_s=0, reuse_gain_s=gain_s)
             self.feed(Placed(placement=placement, num_tokens=1, max_tokens=1,
                              keys=pack_keys([block.key for block in blocks])))
 

@@ -1,7 +1,7 @@
 """How hot blocks are: uses that fade away, each block's own number.
 
-A use counts 1 at once and half of that after ``half_life_s``; so steady use at r per second settles at about
-1.44 r half_life_s, and what nobody uses any more is cold after a few half-lives, whatever it was before.
+A use counts 1, or its ``weight``, at once and half of that after ``half_life_s``; so steady use at r per second settles
+at about 1.44 r half_life_s, and what nobody uses any more is cold after a few half-lives, whatever it was before.
 
 Bounded: when ``max_keys`` are known, the coldest half is forgotten, which is to say cold.
 """
@@ -64,6 +64,23 @@ class Heat:
         limit = self.hot_uses / 2 * self._scale(now)
         self._hot = {key for key in self._hot if self._scaled.get(key, 0.0) >= limit}
         return self._hot
+
+    def hot_keys(self) -> list[BlockKey]:
+        """The hot blocks, those included that cooled since anybody looked; for :meth:`still_hot`, part by part."""
+        return list(self._hot)
+
+    def still_hot(self, keys: Iterable[BlockKey], *, now: float) -> list[tuple[float, BlockKey]]:
+        """Those of ``keys``, all of them hot once, that did not cool below half the limit, each after its heat in a
+        scale of this moment; the others are hot no more."""
+        limit = self.hot_uses / 2 * self._scale(now)
+        found = []
+        for key in keys:
+            scaled = self._scaled.get(key, 0.0)
+            if scaled >= limit:
+                found.append((scaled, key))
+            else:
+                self._hot.discard(key)
+        return found
 
     def hottest_first(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """``keys`` in order of heat, equally hot ones in order of their names."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 from services.store_manager.core.asking import Asker
@@ -17,6 +19,16 @@ from shared.machine import Effect, Publish
 from shared.messages import Protect, Quotas, TenantQuota, Trim
 
 
+@dataclass
+class _Look:
+    """A look at all blocks that were hot when it began, part by part."""
+
+    #: those not looked at yet
+    left: list[BlockKey]
+    #: {worker: its last copies of hot blocks, each after its heat}; no more than twice what may be protected there
+    alone: dict[WorkerId, list[tuple[float, BlockKey]]] = field(default_factory=dict)
+
+
 class Keeper:
     """Only a leader's acts. Levels, not edges: each look sees what is and asks for a bounded part of what should be."""
 
@@ -26,24 +38,41 @@ class Keeper:
         self._copier, self._asker, self._notes = copier, asker, notes
         #: {worker: how far the look at its old copies is}
         self._scanned: dict[WorkerId, int] = {}
+        self._look: _Look | None = None
 
-    def protect(self, out: list[Effect], *, now: float) -> None:
-        """Asks whoever has the last copy of a hot block to evict it last, the hottest first."""
-        picture, fleet = self._picture, self._picture.fleet
+    def forget(self) -> None:
+        """A new term begins."""
+        self._look = None
+
+    def protect(self, out: list[Effect], *, now: float) -> bool:
+        """Looks at the next part of the hot blocks; whether more are left. At the end, asks whoever has last copies of
+        some to evict those last, the hottest first."""
+        if self._look is None:
+            self._look = _Look(self._picture.heat.hot_keys())
+        look, picture, fleet = self._look, self._picture, self._picture.fleet
+        some, look.left = look.left[-self._policy.fill_step:], look.left[:-self._policy.fill_step]
         staying = picture.staying()
-        hot = list(picture.heat.hot(now=now))
-        alone = {key: mask & staying for key, mask in zip(hot, picture.map.masks(hot), strict=True)
-                 if (mask & staying).bit_count() == 1}
-        lists: dict[WorkerId, list[BlockKey]] = {}
-        for key in picture.heat.hottest_first(alone):
-            worker = picture.map.named(alone[key])[0]
-            keys = lists.setdefault(worker, [])
-            if len(keys) < self._policy.protect_share * fleet.peers[worker].hello.capacity_blocks:
-                keys.append(key)
-        for worker, keys in sorted(lists.items()):
+        hot = picture.heat.still_hot(some, now=now)
+        for heat_key, mask in zip(hot, picture.map.masks(key for _, key in hot), strict=True):
+            if (mask & staying).bit_count() == 1:
+                look.alone.setdefault(picture.map.named(mask & staying)[0], []).append(heat_key)
+        for worker, alone in look.alone.items():
+            if len(alone) > 2 * (most := self._most_protected(worker)):
+                look.alone[worker] = _hottest(alone, most)
+        if look.left:
+            return True
+        self._look = None
+        for worker, alone in sorted(look.alone.items()):
+            keys = [key for _, key in _hottest(alone, self._most_protected(worker))]
             if keys and self._asker.can_ask("protect", worker) and fleet.is_usable(worker, now=now):
                 self._asker.ask("protect", worker, Protect(keys=pack_keys(keys), ttl_s=self._policy.protect_ttl_s),
                                 len(keys), out)
+        return False
+
+    def _most_protected(self, worker: WorkerId) -> int:
+        """0 for one that died meanwhile."""
+        peer = self._picture.fleet.peers.get(worker)
+        return math.ceil(self._policy.protect_share * peer.hello.capacity_blocks) if peer is not None else 0
 
     def trim(self, out: list[Effect], *, now: float) -> None:
         """Copies that are too many, deepest first. What one worker is asked to drop, the next must keep."""
@@ -108,3 +137,8 @@ class Keeper:
         for worker, rows in budgets.items():
             if picture.knows(worker):
                 out.append(Publish(self._addresses.quotas(worker), Quotas(worker=worker, budgets=rows)))
+
+
+def _hottest(alone: list[tuple[float, BlockKey]], most: int) -> list[tuple[float, BlockKey]]:
+    """Up to ``most`` of them, equally hot ones in order of their names."""
+    return sorted(alone, key=lambda heat_key: (-heat_key[0], heat_key[1]))[:most]

@@ -193,9 +193,18 @@ class Picture:
     # Inside.
 
     def _use(self, placed: Placed, now: float) -> None:
-        """A request was placed: its whole prompt is used once. Another attempt is no other use."""
+        """A request was placed: its whole prompt is used once. Another attempt is no other use.
+
+        Had it gained by more copies of what is held of its prompt, that counts as more uses of it.
+        """
         if placed.placement.attempt == 0 and len(placed.keys) % 32 == 0:
-            self.heat.use(unpack_keys(placed.keys)[:self._policy.max_path], now=now)
+            keys = unpack_keys(placed.keys)[:self._policy.max_path]
+            self.heat.use(keys, now=now)
+            gain_s = placed.placement.reuse_gain_s
+            if 0.0 < gain_s < math.inf:
+                held = self.map.held(keys)
+                weight = self._policy.worth(gain_s, sum(place.nbytes for place in held))
+                self.heat.use(keys[:len(held)], now=now, weight=weight)
 
     def _follow(self, changes: list[Change], out: list[Effect], now: float) -> None:
         for change in changes:

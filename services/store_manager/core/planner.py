@@ -225,6 +225,7 @@ class Planner:
             self._led_s = self._plan_at_s = self._quota_at_s = self._orders_at_s = self._protect_at_s = now
             self._trim_at_s = now + self._policy.settle_s
             self._drains.forget()
+            self._keeper.forget()
             self._orders = None
 
     def _plan(self, out: list[Effect], now: float) -> None:
@@ -244,8 +245,8 @@ class Planner:
             self._plan_at_s = now + policy.plan_s
             self._replicate(out, now)
         if now >= self._protect_at_s:
-            self._protect_at_s = now + policy.protect_ttl_s / 3
-            self._keeper.protect(out, now=now)
+            more = self._keeper.protect(out, now=now)
+            self._protect_at_s = now + (TURN_S if more else policy.protect_ttl_s / 3)
         if now >= self._trim_at_s:
             self._trim_at_s = now + policy.trim_s
             self._keeper.trim(out, now=now)

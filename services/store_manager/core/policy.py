@@ -95,6 +95,15 @@ class PlannerPolicy:
     ask_s: float = 2.0
     """Longest wait for an answer that moves no bytes."""
 
+    def worth(self, gain_s: float, nbytes: int) -> float:
+        """The uses that a request counts for in addition, since copies of a prefix of ``nbytes`` would have spared it
+        ``gain_s``: requests whose gains add up to the time that the copy takes make it hot.
+
+        Half of what makes it hot, at most: one request alone does not tell that there will be another.
+        """
+        copy_s = nbytes / self.copy_bytes_per_s
+        return self.hot_uses * min(0.5, gain_s / copy_s if copy_s > 0.0 else math.inf)
+
     def wanted(self, heat: float) -> int:
         """Copies that a block of this heat should have."""
         if heat < self.hot_uses:

@@ -122,6 +122,16 @@ class ReplicaMap:
         place = self._places.get(key)
         return place if place is not None and place.holders & self._live else None
 
+    def held(self, keys: Iterable[BlockKey]) -> list[Place]:
+        """The places of the leading ``keys`` that somebody holds, not all of them the same worker."""
+        found = []
+        for key in keys:
+            place = self.get(key)
+            if place is None:
+                break
+            found.append(place)
+        return found
+
     def holders(self, key: BlockKey) -> list[WorkerId]:
         """Who holds it, in order of name."""
         place = self._places.get(key)
