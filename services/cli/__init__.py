@@ -106,13 +106,22 @@ def _add_service(service: str, about: str, example: str) -> None:
         raise typer.Exit(run(service, sets or []))
 
 
+def _add_worker(service: str, about: str, example: str) -> None:
+    @serve_app.command(service, cls=ServeCommand, help=about, epilog=f"Example: {example}")
+    def serve(sets: Sets = None, elastic: Annotated[bool, typer.Option(
+            "--elastic", help="Also take jobs of the other role, prefill or decode, as load asks for.")] = False) -> None:
+        from services.cli.serving import serve as run
+
+        raise typer.Exit(run(service, [*(sets or []), *(["elastic=true"] if elastic else [])]))
+
+
 _add_service("gateway", "HTTP in, token streams out: the OpenAI API.",
              "moonbus serve gateway --set port=8000 --set nats_url=nats://10.0.0.1:4222")
 _add_service("conductor", "Knows where every KV block lies and places each request.",
              "moonbus serve conductor --set nats_url=nats://10.0.0.1:4222")
-_add_service("prefill", "Computes prompts' KV and writes it into the decode worker's memory.",
+_add_worker("prefill", "Computes prompts' KV and writes it into the decode worker's memory.",
              "moonbus serve prefill --set model=smollm2-135m --set pool_bytes=8GiB")
-_add_service("decode", "Generates tokens in a continuous batch.",
+_add_worker("decode", "Generates tokens in a continuous batch.",
              "moonbus serve decode --set model=smollm2-135m --set pool_bytes=8GiB")
 _add_service("store", "Lends memory and disk to the cluster's pool of KV blocks, without an engine.",
              "moonbus serve store --set worker_id=store-1 --set pool_bytes=64GiB --set ssd_dir=/data/kv")
@@ -149,6 +158,17 @@ def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     from services.cli.tables import workers as run
 
     run(nats_url, data_dir)
+
+
+@app.command(rich_help_panel=_ASK, epilog=(
+    "Example: moonbus explain req-4f1c   (from the answer's header x-moonbus-request-id, or `moonbus kv requests`)"))
+def explain(name: Annotated[str, typer.Argument(metavar="ID", help="The id of the request or of its answer.")],
+            json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+            nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
+    """Show why a request ran where it did, or why it was turned away: what was weighed, predicted and actual."""
+    from services.cli.explain import explain as run
+
+    run(name, nats_url, data_dir, json=json)
 
 
 @store_app.command("drain", epilog=(

@@ -11,9 +11,11 @@ from typing import Any
 from typer.core import TyperCommand
 
 from shared.errors import SettingError, UserError
+from shared.messages import Role
 from shared.settings import CommonSettings, describe
 
-NEEDS_ENGINE = ("prefill", "decode")
+COMPUTES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+"""{service: its role}: all and only those that need the engine."""
 
 
 class ServeCommand(TyperCommand):
@@ -46,8 +48,13 @@ def settings_type(service: str) -> type[CommonSettings]:
 def serve(service: str, sets: Sequence[str]) -> int:
     """Runs the service in this process until it ends; its exit code."""
     overrides = parse_sets(sets, settings_type(service), service)
-    if service in NEEDS_ENGINE and importlib.util.find_spec("torch") is None:
+    role = COMPUTES.get(service)
+    if role is not None and importlib.util.find_spec("torch") is None:
         raise UserError(f"{service} needs torch, which is not installed; run: pip install 'moonbus[engine]'")
+    if role is not None:
+        from services.worker.app import main
+
+        return main(role, overrides)
     module = importlib.import_module(f"services.{service.replace('-', '_')}.app")
     return int(module.main(overrides))
 

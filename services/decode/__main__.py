@@ -1,3 +1,3 @@
-from services.decode.app import main
+from services.worker.app import main
 
-raise SystemExit(main({}))
+raise SystemExit(main("decode", {}))

@@ -23,7 +23,7 @@ from opentelemetry.context import Context
 from services.decode.core.batch import DecodeBatch, Outcome, Running, Step
 from services.decode.settings import Settings
 from shared.bus.bus import Delivery
-from shared.bus.subjects import CANCEL, JOB, PROGRESS, TOKENS
+from shared.bus.subjects import CANCEL, PROGRESS, TOKENS
 from shared.engine.thread import Work
 from shared.errors import BusError, NoResponders
 from shared.ids import BlockKey, GatewayId, OperationId, fresh
@@ -38,10 +38,10 @@ from shared.messages import (
     JobState,
     Landing,
     Load,
-    PrefillJob,
     Progress,
     Refused,
     Reserved,
+    Role,
     Stages,
     TokenBatch,
     TokenChunk,
@@ -49,6 +49,7 @@ from shared.messages import (
 from shared.telemetry import metrics, tracing
 from shared.units import format_seconds
 from shared.worker.cancelled import Cancelled
+from shared.worker.jobs import Job, refused
 from shared.worker.runtime import Worker
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,9 @@ class _Request:
 class DecodeShell:
     """Serves one worker's requests while open."""
 
+    role: Role = "decode"
+    takes: tuple[type[Job], ...] = (DecodeJob, Handover)
+
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self._worker, self._settings, self._agent = worker, settings, worker.agent
         self._batch = DecodeBatch(
@@ -102,27 +106,25 @@ class DecodeShell:
         self._idle.set()
         self._cancelled = Cancelled()
         self.draining = False
+        worker.room.answers_wait = lambda: self._batch.has_preempted
 
     def load(self) -> Load:
         """What the heartbeat reports."""
         statistics = self._agent.observe()
         running = len(self._batch.running)
-        metrics.WORKER_QUEUED.set(len(self._requests) - running)
-        metrics.WORKER_RUNNING.set(running)
+        metrics.WORKER_QUEUED.labels(kind="decode").set(len(self._requests) - running)
+        metrics.WORKER_RUNNING.labels(kind="decode").set(running)
         return Load(
             worker=self._worker.id, incarnation=self._worker.incarnation, role="decode", kv_seq=self._agent.seq,
             queued=len(self._requests) - running, running=running, context_tokens=self._batch.context_tokens,
-            free_blocks=self._agent.pool.available, cached_blocks=statistics.cached,
+            free_blocks=0 if self._worker.room.refuses_answer() else self._agent.pool.available,
+            cached_blocks=statistics.cached,
             draining=self.draining or self._agent.is_retired)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Takes requests while the context is open; whatever still runs at its end fails, visibly."""
-        bus = self._worker.bus
-        subscriptions = [
-            await bus.serve(JOB.at(worker=self._worker.id), self._on_job),
-            await bus.subscribe(CANCEL.at(), self._on_cancel),
-        ]
+        """Works while the context is open; whatever still runs at its end fails, visibly."""
+        subscription = await self._worker.bus.subscribe(CANCEL.at(), self._on_cancel)
         try:
             async with asyncio.TaskGroup() as group:  # an engine loop that dies ends the worker, which is started again
                 stepping = group.create_task(self._run(), name="decode-steps")
@@ -130,8 +132,7 @@ class DecodeShell:
                 try:
                     yield
                 finally:
-                    for subscription in subscriptions:
-                        await subscription.close()
+                    await subscription.close()
                     looking.cancel()
                     stepping.cancel()
         finally:
@@ -149,27 +150,20 @@ class DecodeShell:
 
     # --- messages ----------------------------------------------------------------------------------------------
 
-    async def _on_job(self, delivery: Delivery) -> Reserved | Accepted | Refused | JobState:
-        message: PrefillJob | DecodeJob | Handover | Inquiry = delivery.message
-        if isinstance(message, Inquiry):
-            return self._state_of(message)
-        reply: Reserved | Accepted | Refused
-        if isinstance(message, DecodeJob):
-            async with self._recalled(message):
-                reply = self._reserve(message)
-        elif isinstance(message, Handover):
-            reply = await self._start(message)
-        else:
-            reply = _refused(message, "unknown", f"{self._worker.id} is a decode worker")
-        metrics.WORKER_JOBS.labels(kind="handover" if isinstance(message, Handover) else "decode",
-                                   answer=reply.code if isinstance(reply, Refused) else "accepted").inc()
-        return reply
+    async def take(self, job: Job) -> Reserved | Accepted | Refused:
+        """A request is to be reserved, or one that was is handed over."""
+        if isinstance(job, Handover):
+            return await self._start(job)
+        assert isinstance(job, DecodeJob)
+        async with self._recalled(job):
+            return self._reserve(job)
 
-    def _state_of(self, message: Inquiry) -> JobState:
-        request = self._requests.get(OperationId(f"{message.request}.{message.attempt}"))
+    def state_of(self, inquiry: Inquiry) -> JobState:
+        """How far an answer is."""
+        request = self._requests.get(_operation(inquiry))
         if request is None:
-            return JobState(request=message.request, attempt=message.attempt, stage="unknown")
-        return JobState(request=message.request, attempt=message.attempt, sent=request.sent,
+            return JobState(request=inquiry.request, attempt=inquiry.attempt, stage="unknown")
+        return JobState(request=inquiry.request, attempt=inquiry.attempt, sent=request.sent,
                         stage="waiting" if request.running is None else "running")
 
     @asynccontextmanager
@@ -196,18 +190,20 @@ class DecodeShell:
             agent.release(recalling)
 
     def _reserve(self, message: DecodeJob) -> Reserved | Refused:
-        operation = OperationId(f"{message.request}.{message.attempt}")
+        operation, room = _operation(message), self._worker.room
         known = self._requests.get(operation)
         if known is not None:
             return Reserved(request=message.request, attempt=message.attempt, landing=known.landing)
         if self._cancelled.covers(message.request, message.attempt):
-            return _refused(message, "cancelled", "it was cancelled before it arrived")
+            return refused(message, "cancelled", "it was cancelled before it arrived")
         if message.spec != self._worker.spec.digest:
-            return _refused(message, "spec", f"{self._worker.id} serves another cache spec")
+            return refused(message, "spec", f"{self._worker.id} serves another cache spec")
         if self.draining or self._agent.is_retired:
-            return _refused(message, "draining", f"{self._worker.id} is stopping")
+            return refused(message, "draining", f"{self._worker.id} is stopping")
         if len(self._requests) >= self._settings.max_reserved:
-            return _refused(message, "capacity", f"{self._worker.id} holds {len(self._requests)} requests, its limit")
+            return refused(message, "capacity", f"{self._worker.id} holds {len(self._requests)} requests, its limit")
+        if no_room := room.refuses_answer():
+            return refused(message, "capacity", f"{self._worker.id} reserves nothing now: {no_room}")
         tokens, keys = unpack_tokens(message.tokens).tolist(), unpack_keys(message.keys)
         blocks = self._worker.spec.blocks_of(len(tokens))
         own = self._agent.pin(operation, keys)
@@ -216,8 +212,8 @@ class DecodeShell:
         slots = self._agent.allocate(operation, need, tenant=message.tenant) if roomy else None
         if slots is None:
             self._agent.release(operation)
-            room = f"{self._agent.pool.available} of {self._worker.num_blocks} are free"
-            return _refused(message, "capacity", f"{need} blocks are needed, {room}")
+            free = f"{self._agent.pool.available} of {self._worker.num_blocks} are free"
+            return refused(message, "capacity", f"{need} blocks are needed, {free}")
         ranges = [self._agent.range(slot) for slot in slots]
         grant = self._worker.transfer.grant(operation, ranges, ttl_s=message.deadline_s)
         landing = Landing(endpoint=self._worker.transfer.endpoint, grant=grant, first_block=len(own), slots=ranges)
@@ -225,14 +221,15 @@ class DecodeShell:
             message=message, operation=operation, tokens=tokens, keys=keys, slots=own + slots, landing=landing,
             deadline=asyncio.get_running_loop().call_later(message.deadline_s, self._expire, operation))
         self._requests[operation] = request
+        room.reserved(operation, blocks)
         self._idle.clear()
         return Reserved(request=message.request, attempt=message.attempt, landing=landing)
 
     async def _start(self, message: Handover) -> Accepted | Refused:
         """Every block must be here and verified; then the first token may leave."""
-        request = self._requests.get(OperationId(f"{message.request}.{message.attempt}"))
+        request = self._requests.get(_operation(message))
         if request is None:
-            return _refused(message, "unknown", f"{self._worker.id} has no reservation for it")
+            return refused(message, "unknown", f"{self._worker.id} has no reservation for it")
         if request.starting:
             return Accepted(request=message.request, attempt=message.attempt)
         request.starting, request.handed_over_s = True, time.time()
@@ -246,15 +243,15 @@ class DecodeShell:
         if not missing:
             await self._worker.engine.load(request.slots[request.landing.first_block:])
         if request.operation not in self._requests:
-            return _refused(message, "cancelled", "it was cancelled meanwhile")
+            return refused(message, "cancelled", "it was cancelled meanwhile")
         if missing:
             reason = f"{len(missing)} of {len(request.landing.slots)} blocks did not arrive verified"
             self._end(request, "failed")
-            return _refused(message, "incomplete", reason)
+            return refused(message, "incomplete", reason)
         too_slow = self._too_slow(request)
         if too_slow:
             self._end(request, "failed")
-            return _refused(message, "tbt", too_slow)
+            return refused(message, "tbt", too_slow)
         self._join(request, message)
         return Accepted(request=message.request, attempt=message.attempt)
 
@@ -279,6 +276,7 @@ class DecodeShell:
             root=request.message.root, tokens=request.tokens, prompt_len=prompt, sampling=request.message.sampling,
             keys=list(request.keys), slots=request.slots, computed_len=prompt, sealed=request.landing.first_block)
         request.running = running
+        self._worker.room.started(request.operation)
         stored = self._batch.seal(running, now=self._worker.clock.monotonic(), source=message.worker)
         self._agent.announce_stored(stored)
         outcome = self._batch.start(running, message.first_token)
@@ -340,6 +338,7 @@ class DecodeShell:
         self._requests.pop(request.operation)
         request.deadline.cancel()
         self._batch.remove(request.operation)
+        self._worker.room.started(request.operation)
         if request.running is None:
             self._agent.release_landing_soon(request.operation)
         else:
@@ -471,5 +470,6 @@ class DecodeShell:
             log.warning("action=publish_failed error=%s", error)
 
 
-def _refused(message: DecodeJob | Handover | PrefillJob, code: str, why: str) -> Refused:
-    return Refused(request=message.request, attempt=message.attempt, code=code, message=why)  # type: ignore[arg-type]
+def _operation(message: DecodeJob | Handover | Inquiry) -> OperationId:
+    """Under which an attempt's answer holds memory."""
+    return OperationId(f"{message.request}.{message.attempt}")

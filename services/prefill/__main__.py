@@ -1,3 +1,3 @@
-from services.prefill.app import main
+from services.worker.app import main
 
-raise SystemExit(main({}))
+raise SystemExit(main("prefill", {}))

@@ -35,7 +35,6 @@ from shared.kv import unpack_keys, unpack_tokens
 from shared.messages import (
     Accepted,
     Cancel,
-    DecodeJob,
     Handover,
     Inquiry,
     JobFailed,
@@ -45,6 +44,7 @@ from shared.messages import (
     Progress,
     Range,
     Refused,
+    Role,
     Stages,
     StoredBlock,
     TokenBatch,
@@ -54,6 +54,7 @@ from shared.store.parts import Part
 from shared.telemetry import metrics, tracing
 from shared.transfer import PushStream, Slice
 from shared.worker.cancelled import Cancelled
+from shared.worker.jobs import Job, refused
 from shared.worker.runtime import SEGMENT, Worker
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,9 @@ class _Job:
 class PrefillShell:
     """Serves one worker's jobs while open."""
 
+    role: Role = "prefill"
+    takes: tuple[type[Job], ...] = (PrefillJob,)
+
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self._worker, self._settings, self._agent = worker, settings, worker.agent
         spec = self._spec = worker.spec
@@ -121,8 +125,8 @@ class PrefillShell:
     def load(self) -> Load:
         """What the heartbeat reports."""
         statistics = self._agent.observe()
-        metrics.WORKER_QUEUED.set(len(self._jobs) - len(self._computing))
-        metrics.WORKER_RUNNING.set(len(self._computing))
+        metrics.WORKER_QUEUED.labels(kind="prefill").set(len(self._jobs) - len(self._computing))
+        metrics.WORKER_RUNNING.labels(kind="prefill").set(len(self._computing))
         return Load(
             worker=self._worker.id, incarnation=self._worker.incarnation, role="prefill", kv_seq=self._agent.seq,
             queued=len(self._jobs) - len(self._computing), queued_tokens=self._remaining_tokens(),
@@ -133,19 +137,14 @@ class PrefillShell:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Takes jobs while the context is open; at its end whatever still runs is cancelled."""
-        bus = self._worker.bus
-        subscriptions = [
-            await bus.serve(JOB.at(worker=self._worker.id), self._on_job),
-            await bus.subscribe(CANCEL.at(), self._on_cancel),
-        ]
+        """Works while the context is open; at its end whatever still runs is cancelled."""
+        subscription = await self._worker.bus.subscribe(CANCEL.at(), self._on_cancel)
         async with asyncio.TaskGroup() as group:  # an engine loop that dies ends the worker, which is started again
             computing = group.create_task(self._compute(), name="prefill-compute")
             try:
                 yield
             finally:
-                for subscription in subscriptions:
-                    await subscription.close()
+                await subscription.close()
                 tasks = [job.task for job in self._jobs.values() if job.task is not None]
                 for task in tasks:
                     task.cancel()
@@ -159,48 +158,46 @@ class PrefillShell:
 
     # --- messages ----------------------------------------------------------------------------------------------
 
-    async def _on_job(self, delivery: Delivery) -> Accepted | Refused | JobState:
-        message: PrefillJob | DecodeJob | Handover | Inquiry = delivery.message
-        if isinstance(message, Inquiry):
-            known = OperationId(f"{message.request}.{message.attempt}") in self._jobs
-            return JobState(request=message.request, attempt=message.attempt, stage="waiting" if known else "unknown")
-        if isinstance(message, PrefillJob):
-            reply = self._accept(message)
-        else:
-            reply = Refused(request=message.request, attempt=message.attempt, code="unknown",
-                            message=f"{self._worker.id} is a prefill worker")
-        answer = reply.code if isinstance(reply, Refused) else "accepted"
-        metrics.WORKER_JOBS.labels(kind="prefill", answer=answer).inc()
-        return reply
+    def state_of(self, inquiry: Inquiry) -> JobState:
+        """How far a prompt is."""
+        return JobState(request=inquiry.request, attempt=inquiry.attempt,
+                        stage="waiting" if _operation(inquiry) in self._jobs else "unknown")
+
+    async def take(self, job: Job) -> Accepted | Refused:
+        """A prompt has come."""
+        assert isinstance(job, PrefillJob)
+        return self._accept(job)
 
     def _accept(self, message: PrefillJob) -> Accepted | Refused:
-        operation = OperationId(f"{message.request}.{message.attempt}")
+        operation = _operation(message)
         if operation in self._jobs:
             return Accepted(request=message.request, attempt=message.attempt)
-        if self._cancelled.covers(message.request, message.attempt):
-            return Refused(request=message.request, attempt=message.attempt, code="cancelled",
-                           message="it was cancelled before it arrived")
         refusal = self._refusal(message)
         if refusal is not None:
-            return Refused(request=message.request, attempt=message.attempt, code=refusal[0], message=refusal[1])
+            return refused(message, *refusal)
         job = _Job(message=message, operation=operation, tokens=unpack_tokens(message.tokens),
                    keys=unpack_keys(message.keys), arrived_s=time.time())
         self._jobs[operation] = job
+        self._worker.room.prompt_taken(operation)
         self._idle.clear()
         job.task = asyncio.create_task(self._supervise(job), name=f"prefill-{operation}")
         job.task.add_done_callback(lambda task: self._give_back(job))
         return Accepted(request=message.request, attempt=message.attempt)
 
-    def _refusal(self, message: PrefillJob) -> tuple[Literal["spec", "draining", "capacity"], str] | None:
+    def _refusal(self, message: PrefillJob) -> tuple[str, str] | None:
+        """Code and reason, if it is not taken."""
+        if self._cancelled.covers(message.request, message.attempt):
+            return "cancelled", "it was cancelled before it arrived"
+        if message.decode == self._worker.id:
+            return "unknown", f"{self._worker.id} cannot prefill for itself"
         if message.spec != self._worker.spec.digest:
             return "spec", f"{self._worker.id} serves another cache spec"
         if self.draining or self._agent.is_retired:
             return "draining", f"{self._worker.id} is stopping"
         if len(self._jobs) >= self._settings.max_queued:
             return "capacity", f"{self._worker.id} holds {len(self._jobs)} jobs, its limit"
-        if self._spec.blocks_of(len(unpack_tokens(message.tokens))) > self._worker.num_blocks:
-            return "capacity", f"the prompt needs more blocks than the {self._worker.num_blocks} of {self._worker.id}"
-        return None
+        no_room = self._worker.room.refuses_prompt(self._spec.blocks_of(len(unpack_tokens(message.tokens))))
+        return ("capacity", f"{self._worker.id} takes no such prompt now: {no_room}") if no_room else None
 
     async def _on_cancel(self, delivery: Delivery) -> None:
         cancel: Cancel = delivery.message
@@ -234,6 +231,7 @@ class PrefillShell:
             return  # the compute loop calls again after its step
         if self._jobs.pop(job.operation, None) is None:
             return
+        self._worker.room.prompt_served(job.operation)
         self._agent.release(job.operation)
         if not job.handed_over:
             metrics.WORKER_WASTED_PREFILL_TOKENS.labels(why=job.code).inc(job.computed)
@@ -252,6 +250,7 @@ class PrefillShell:
             cached = len(self._agent.pin(job.operation, job.keys[:reusable]))
             slots = await self._agent.wait_allocate(
                 job.operation, self._spec.blocks_of(total) - cached, tenant=message.tenant)
+        self._worker.room.prompt_served(job.operation)
         promoted, slots = await self._agent.promote(
             job.operation, job.keys[cached:reusable], slots, timeout_s=message.deadline_s)
         stages, slots = await self._fetch(job, own=cached + promoted, reusable=reusable, slots=slots)
@@ -464,3 +463,8 @@ class PrefillShell:
             key=job.keys[index], parent=job.keys[index - 1] if index else job.message.root, depth=index,
             nbytes=self._block_bytes, tokens=self._block_tokens, origin="received" if source else "computed",
             source=source or WorkerId(""), request=job.message.request, tenant=job.message.tenant)
+
+
+def _operation(message: PrefillJob | Inquiry) -> OperationId:
+    """Under which an attempt's prompt holds memory; not its answer's, which the same worker may have for another."""
+    return OperationId(f"{message.request}.{message.attempt}.prefill")

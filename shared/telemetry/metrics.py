@@ -82,8 +82,8 @@ CONDUCTOR_ESTIMATE_ERROR = Gauge(
     "Smoothed |predicted - observed| / observed of a worker's cost model.", ["worker", "model"])
 
 # Workers: prefill and decode.
-WORKER_QUEUED = Gauge("moonbus_worker_queued_requests", "Requests accepted and not yet running.")
-WORKER_RUNNING = Gauge("moonbus_worker_running_requests", "Requests that run.")
+WORKER_QUEUED = Gauge("moonbus_worker_queued_requests", "Requests accepted and not yet running.", ["kind"])
+WORKER_RUNNING = Gauge("moonbus_worker_running_requests", "Requests that run.", ["kind"])
 WORKER_QUEUE_SECONDS = Histogram("moonbus_worker_queue_seconds", "Time from acceptance to start.", buckets=_LATENCY_S)
 WORKER_STEP_SECONDS = Histogram("moonbus_worker_step_seconds", "One engine step: a prefill chunk or a decode step.", ["kind"],
                                 buckets=_GAP_S)

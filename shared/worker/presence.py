@@ -33,11 +33,14 @@ class Refused(UserError):
 
 
 class Presence:
-    """Open it once the worker can work; :attr:`refused` ends with an error when a conductor refuses it."""
+    """Open it once the worker can work; :attr:`refused` ends with an error when a conductor refuses it.
 
-    def __init__(self, bus: Bus, settings: CommonSettings, hello: Hello, load: Callable[[], Load]) -> None:
-        self._bus, self._settings, self._hello, self._load = bus, settings, hello, load
-        self._latest = load()
+    A heartbeat is one message for each of ``loads``: those of an elastic worker are two.
+    """
+
+    def __init__(self, bus: Bus, settings: CommonSettings, hello: Hello, *loads: Callable[[], Load]) -> None:
+        self._bus, self._settings, self._hello, self._loads = bus, settings, hello, loads
+        self._latest = self._measure()
         self._turned_s = time.monotonic()
         self._stop = threading.Event()
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -75,11 +78,15 @@ class Presence:
 
     async def changed(self) -> None:
         """Tells the new load at once, without waiting for the next beat."""
-        self._latest = self._load()
+        self._latest = self._measure()
         try:
-            await self._bus.publish(LOAD.at(worker=self._hello.worker), self._latest)
+            for load in self._latest:
+                await self._bus.publish(LOAD.at(worker=self._hello.worker), load)
         except BusError as error:
             log.debug("action=load_lost error=%s", error)
+
+    def _measure(self) -> list[Load]:
+        return [load() for load in self._loads]
 
     async def _say_hello(self) -> None:
         await self._bus.publish(HELLO.at(worker=self._hello.worker), self._hello)
@@ -94,7 +101,7 @@ class Presence:
 
     async def _turn(self) -> None:
         while True:
-            self._latest, self._turned_s = self._load(), time.monotonic()
+            self._latest, self._turned_s = self._measure(), time.monotonic()
             await asyncio.sleep(self._settings.heartbeat_s / 2)
 
     def _beat(self) -> None:
@@ -112,5 +119,6 @@ class Presence:
                                    credentials=self._settings.nats_credentials) as bus:
             while not self._stop.is_set():
                 if time.monotonic() - self._turned_s < _STALLED_S:
-                    await bus.publish(address, self._latest)
+                    for load in self._latest:
+                        await bus.publish(address, load)
                 await asyncio.sleep(self._settings.heartbeat_s)

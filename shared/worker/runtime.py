@@ -7,10 +7,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from shared.errors import SettingError
 from shared.ids import Incarnation, WorkerId, fresh
 from shared.kv import CacheSpec
 from shared.lifecycle import Lifecycle, run
-from shared.messages import Hello, Load, Role
+from shared.messages import Hello, Role
 from shared.models import ModelDir, cache_spec, resolve
 from shared.store.agent import StoreAgent
 from shared.store.blocks import BlockPool
@@ -33,7 +33,9 @@ from shared.store.ssd.slots import check_directory
 from shared.store.ssd.tier import SsdTier
 from shared.transfer import Segment, TransferEngine
 from shared.units import format_bytes
+from shared.worker.jobs import Shell, serving
 from shared.worker.presence import Presence
+from shared.worker.room import Room
 from shared.worker.settings import StoreSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Worker:
     transfer: TransferEngine
     agent: StoreAgent
     engine: EngineThread
+    room: Room
 
     def hello(self, *, max_running: int) -> Hello:
         """How the worker introduces itself."""
@@ -66,6 +69,7 @@ class Worker:
             worker=self.id, incarnation=self.incarnation, role=self.role, spec=self.spec,
             endpoint=self.transfer.endpoint, capacity_blocks=self.num_blocks, max_running=max_running,
             started_at_s=self.clock.wall(), device=self.settings.device, profile=self.engine.profile, pid=os.getpid(),
+            elastic=self.settings.elastic,
         )
 
 
@@ -102,7 +106,8 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
                 segment=segment, transfer=transfer, bus=bus, clock=clock, files=files,
             ) as agent:
                 yield Worker(id=worker, incarnation=incarnation, role=role, settings=settings, model=model, spec=spec,
-                             num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine)
+                             num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine,
+                             room=Room(num_blocks))
 
 
 @asynccontextmanager
@@ -146,34 +151,20 @@ def named(settings: S, role: Role) -> S:
     return msgspec.structs.replace(settings, worker_id=settings.worker_id or fresh(role, 4))
 
 
-class Shell(Protocol):
-    """What makes a worker one of its kind."""
-
-    def load(self) -> Load:
-        """What the heartbeat reports."""
-        ...
-
-    def open(self) -> AbstractAsyncContextManager[None]:
-        """Takes work while the context is open."""
-        ...
-
-    async def drain(self) -> None:
-        """Takes nothing new and waits until all work has ended; the caller bounds the wait."""
-        ...
-
-
-def run_worker(settings: WorkerSettings, role: Role, shell_of: Callable[[Worker], Shell], *, max_running: int) -> int:
+def run_worker(settings: WorkerSettings, role: Role, shells_of: Callable[[Worker], Sequence[Shell]], *,
+               max_running: int) -> int:
     """Runs a worker until it is told to stop, or a conductor refuses it; the process's exit code."""
     settings = named(settings, role)
 
     async def body(lifecycle: Lifecycle) -> None:
         async with open_worker(settings, role) as worker:
-            shell = shell_of(worker)
-            presence = Presence(worker.bus, settings, worker.hello(max_running=max_running), shell.load)
-            async with shell.open(), presence.open():
+            shells = shells_of(worker)
+            presence = Presence(worker.bus, settings, worker.hello(max_running=max_running),
+                                *(shell.load for shell in shells))
+            async with serving(worker.bus, worker.id, shells), presence.open():
                 lifecycle.ready(worker=worker.id, model=worker.model.name)
                 await _until_stopped(lifecycle, presence)
-                await asyncio.gather(shell.drain(), presence.changed())
+                await asyncio.gather(*(shell.drain() for shell in shells), presence.changed())
                 await worker.agent.save()
 
     return run(role, settings.worker_id, settings, body)

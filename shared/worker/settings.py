@@ -33,3 +33,4 @@ class WorkerSettings(StoreSettings, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(description="Threads torch computes with; 0 for all cores.", ge=0)] = 0
     block_tokens: Annotated[int, Meta(description="Tokens of a block; the same on all workers of a model.", ge=1)] = 64
     chunk_tokens: Annotated[int, Meta(description="Most new tokens of one forward pass; a multiple of block_tokens.", ge=1)] = 256
+    elastic: Annotated[bool, Meta(description="It also takes the jobs of the other role, prefill or decode, as the conductors see fit; what the other role has settings of its own for keeps its own name, as MOONBUS_DECODE_MAX_RUNNING of a prefill worker.")] = False

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from services.decode.settings import Settings as DecodeSettings
-from services.decode.shell import DecodeShell
 from services.prefill.settings import Settings as PrefillSettings
-from services.prefill.shell import PrefillShell
+from services.worker.app import both, shells
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import CANCEL, JOB, KV_EVICTED, KV_STORED, TOKENS
@@ -33,6 +32,7 @@ from shared.messages import (
     Stages,
     TokenChunk,
 )
+from shared.worker.jobs import Shell, serving
 from shared.worker.runtime import Worker, open_worker
 
 
@@ -143,7 +143,10 @@ class Workers:
 
     prefills: list[Worker]
     decodes: list[Worker]
-    shells: dict[str, PrefillShell | DecodeShell]
+    #: {worker: the shell of its home role}
+    shells: dict[str, Shell]
+    #: {elastic worker: its other shell}
+    other_shells: dict[str, Shell]
     asker: Asker
 
     @property
@@ -170,24 +173,20 @@ async def open_workers(nats_url: str, cache: Path, *, prefills: int = 2, decodes
     base = {"nats_url": nats_url, "cache_dir": str(cache), "model": "tiny-random", "threads": 1, "block_tokens": 16,
             "chunk_tokens": 32, "pool_bytes": 4 << 20, **common}
     async with AsyncExitStack() as stack:
-        shells: dict[str, PrefillShell | DecodeShell] = {}
+        home: dict[str, Shell] = {}
+        others: dict[str, Shell] = {}
         opened: dict[str, list[Worker]] = {"prefill": [], "decode": []}
         for role, count in (("prefill", prefills), ("decode", decodes)):
             for n in range(1, count + 1):
                 worker_id = f"{role}-{n}"
                 values = {**base, "worker_id": worker_id, **(settings or {}).get(worker_id, {})}
-                shell: PrefillShell | DecodeShell
-                if role == "prefill":
-                    prefill_settings = PrefillSettings(**values)
-                    worker = await stack.enter_async_context(open_worker(prefill_settings, "prefill"))
-                    shell = PrefillShell(worker, prefill_settings)
-                else:
-                    decode_settings = DecodeSettings(**values)
-                    worker = await stack.enter_async_context(open_worker(decode_settings, "decode"))
-                    shell = DecodeShell(worker, decode_settings)
-                await stack.enter_async_context(shell.open())
-                shells[worker_id] = shell
+                own = PrefillSettings(**values) if role == "prefill" else DecodeSettings(**values)
+                worker = await stack.enter_async_context(open_worker(own, "prefill" if role == "prefill" else "decode"))
+                made = shells(worker, *both(own))
+                await stack.enter_async_context(serving(worker.bus, worker.id, made))
+                home[worker_id] = made[0]
+                others.update((worker_id, shell) for shell in made[1:])
                 opened[role].append(worker)
         bus = await stack.enter_async_context(NatsBus.connect(nats_url, name="asker"))
         asker = await stack.enter_async_context(Asker(bus, opened["decode"][0]).open())
-        yield Workers(opened["prefill"], opened["decode"], shells, asker)
+        yield Workers(opened["prefill"], opened["decode"], home, others, asker)

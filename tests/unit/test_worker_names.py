@@ -7,10 +7,11 @@ import pytest
 from services.prefill.settings import Settings
 from shared.errors import SettingError
 from shared.store.settings import SsdSettings
+from shared.worker.jobs import Shell
 from shared.worker.runtime import Worker, named, run_worker
 
 
-def nothing(_: Worker) -> object:
+def nothing(_: Worker) -> list[Shell]:
     raise AssertionError("nothing is started")
 
 
@@ -23,4 +24,4 @@ def test_a_worker_without_a_name_gets_a_fresh_one() -> None:
 @pytest.mark.parametrize("settings", [Settings(ssd=SsdSettings(dir="/kv")), Settings(worker_id="a.b")])
 def test_a_name_that_cannot_serve_stops_the_start(settings: Settings) -> None:
     with pytest.raises(SettingError, match="worker_id"):
-        run_worker(settings, "prefill", nothing, max_running=1)  # type: ignore[arg-type]
+        run_worker(settings, "prefill", nothing, max_running=1)

@@ -101,6 +101,11 @@ class DecodeBatch:
         return self._running
 
     @property
+    def has_preempted(self) -> bool:
+        """Whether somebody lost its memory and waits for new."""
+        return any(not running.slots for running in self._waiting)
+
+    @property
     def context_tokens(self) -> int:
         """Tokens of context of the running requests."""
         return sum(len(running.tokens) for running in self._running)

@@ -1,0 +1,67 @@
+"""One pool promised to both: prompts and answers of a worker that takes either.
+
+Pure. Theory of operation. An answer holds its slots from its reservation on, while its prompt is computed *elsewhere*;
+a prompt that was taken waits *here* for its slots. Two workers, each full of reservations, would so wait for each
+other's prompts for ever. Everything else ends by itself: prompts that have their slots, answers that run. Therefore
+
+* a prompt is taken only if it fits beside what is reserved, and while a prompt waits nothing more is reserved;
+* while an answer that lost its slots waits for new ones, no prompt is taken.
+
+What was taken before that is finite, so whoever waits gets its slots. A worker of one kind never meets either limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.errors import Bug
+from shared.ids import OperationId
+
+
+class Room:
+    """Of one pool of ``total_blocks``."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self._total = total_blocks
+        #: {answer whose prompt is computed elsewhere: blocks it holds}
+        self._reserved: dict[OperationId, int] = {}
+        self._reserved_blocks = 0
+        #: prompts that have no slots yet
+        self._waiting: set[OperationId] = set()
+        self.answers_wait: Callable[[], bool] = lambda: False
+        """Whether an answer has lost its slots; set by who decodes."""
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Blocks of all answers whose prompts are computed elsewhere."""
+        return self._reserved_blocks
+
+    def refuses_prompt(self, blocks: int) -> str:
+        """Why a prompt of so many blocks is not taken now; empty when it is."""
+        if blocks + self._reserved_blocks > self._total:
+            taken = f", {self._reserved_blocks} are reserved for answers" if self._reserved_blocks else ""
+            return f"it needs {blocks} of {self._total} blocks{taken}"
+        return "an answer waits for memory" if self.answers_wait() else ""
+
+    def refuses_answer(self) -> str:
+        """Why no answer gets a reservation now; empty when it does."""
+        return f"{len(self._waiting)} prompts wait for memory" if self._waiting else ""
+
+    def prompt_taken(self, operation: OperationId) -> None:
+        """It waits for its slots from now on."""
+        self._waiting.add(operation)
+
+    def prompt_served(self, operation: OperationId) -> None:
+        """It has its slots, or is gone. Idempotent."""
+        self._waiting.discard(operation)
+
+    def reserved(self, operation: OperationId, blocks: int) -> None:
+        """An answer holds so many blocks and waits for its prompt."""
+        if operation in self._reserved:
+            raise Bug(f"{operation} is reserved twice")
+        self._reserved[operation] = blocks
+        self._reserved_blocks += blocks
+
+    def started(self, operation: OperationId) -> None:
+        """Its prompt is here, or it is gone. Idempotent."""
+        self._reserved_blocks -= self._reserved.pop(operation, 0)
