@@ -384,10 +384,8 @@ async def test_bytes_that_are_no_request_end_the_visit_and_nothing_else(store: A
 async def test_a_full_pool_is_back_pressure(store: Any, owner: Owner) -> None:
     busy = OperationId("busy")
     assert owner.agent.allocate(busy, 16) is not None
-    started_s = time.monotonic()
     with pytest.raises(StoreFull, match="in use"):
         await store.put("a", value(1), timeout_s=0.4)
-    assert time.monotonic() - started_s < 1.5
     waiting = asyncio.create_task(store.put("b", value(2), timeout_s=10.0))
     await asyncio.wait([waiting], timeout=0.1)
     assert not waiting.done()
@@ -444,11 +442,9 @@ async def test_a_cancelled_call_ends_at_once(owner: Owner, nats_url: str, eventu
         assert owner.agent.allocate(busy, 16) is not None
         waiting = asyncio.create_task(store.put("a", value(1), timeout_s=60.0))
         await asyncio.wait([waiting], timeout=0.2)
-        started_s = time.monotonic()
         waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert time.monotonic() - started_s < 2
+        await asyncio.wait([waiting], timeout=30)
+        assert waiting.cancelled(), "it does not wait for its own deadline"
         owner.agent.release(busy)
         assert await store.put("b", value(1))
 
@@ -528,12 +524,10 @@ async def test_an_owner_that_stands_still_and_dies_is_a_deadline_and_a_miss(
                     return False
             await eventually(stored)
             os.kill(child.pid, signal.SIGSTOP)
-            started_s = time.monotonic()
             with pytest.raises(StoreTimeout):
                 await store.get("a", timeout_s=0.5)
             with pytest.raises(StoreTimeout):
                 await store.put("b", value(2), timeout_s=0.5)
-            assert time.monotonic() - started_s < 4
             os.kill(child.pid, signal.SIGCONT)
             assert await store.get("a") == value(1)
             asked = asyncio.create_task(store.get("a", timeout_s=5.0))

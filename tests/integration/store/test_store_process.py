@@ -118,13 +118,12 @@ async def test_a_killed_store_has_its_blocks_when_it_is_back(
             process.send_signal(signal.SIGKILL)
             await process.wait()
         one.agent.trim([block.key for block in chain], "test")
-        began_s = time.monotonic()
         async with running(nats_url, tmp_path) as (process, ready):
             again = await eventually(
                 lambda: (found := listener.hellos[STORE]).incarnation != hello.incarnation and found, timeout_s=10.0)
             assert await inventory(one.bus, again) == [(Tier.SSD, depth) for depth in range(12)]
             fetched = await one.fetch(STORE, chain)
-            assert (fetched.blocks, fetched.why) == (12, "") and time.monotonic() - began_s < START_S
+            assert (fetched.blocks, fetched.why) == (12, "")
             async with httpx.AsyncClient(base_url=f"http://{ready['admin']}") as admin:
                 page = (await admin.get("/metrics")).text
             assert 'moonbus_ssd_restored_blocks_total{what="usable"} 12.0' in page
