@@ -59,6 +59,7 @@ Model = Annotated[str | None, _setting("model")]
 Prefill = Annotated[int | None, _setting("prefill")]
 Decode = Annotated[int | None, _setting("decode")]
 Store = Annotated[int | None, _setting("store")]
+Elastic = Annotated[bool | None, _setting("elastic", "--elastic")]
 Host = Annotated[str | None, _setting("host")]
 Port = Annotated[int | None, _setting("port")]
 DataDir = Annotated[str | None, _setting("data_dir")]
@@ -75,16 +76,17 @@ Sets = Annotated[list[str] | None, typer.Option(
 
 @app.command(rich_help_panel=_STACK, epilog=(
     "Examples:\n\n  moonbus up\n\n  moonbus up --model ./my-model --prefill 1 --decode 1 --port 9000\n\n"
+    "  moonbus up --prefill 1 --decode 3 --elastic\n\n"
     "Any setting of a service can be given in its environment: MOONBUS_PREFILL_CHUNK_TOKENS=128 moonbus up"))
-def up(model: Model = None, prefill: Prefill = None, decode: Decode = None, store: Store = None, host: Host = None,
-       port: Port = None, data_dir: DataDir = None, cache_dir: CacheDir = None, threads: Threads = None,
-       pool_bytes: PoolBytes = None) -> None:
+def up(model: Model = None, prefill: Prefill = None, decode: Decode = None, store: Store = None,
+       elastic: Elastic = None, host: Host = None, port: Port = None, data_dir: DataDir = None,
+       cache_dir: CacheDir = None, threads: Threads = None, pool_bytes: PoolBytes = None) -> None:
     """Run a whole stack in the foreground: NATS, Postgres and the five services. Ctrl-C drains and stops it."""
     from services.launcher.status import up as run
 
     raise typer.Exit(run(_launcher_settings(
-        model=model, prefill=prefill, decode=decode, store=store, host=host, port=port, data_dir=data_dir,
-        cache_dir=cache_dir, threads=threads, pool_bytes=pool_bytes)))
+        model=model, prefill=prefill, decode=decode, store=store, elastic=elastic, host=host, port=port,
+        data_dir=data_dir, cache_dir=cache_dir, threads=threads, pool_bytes=pool_bytes)))
 
 
 @app.command(rich_help_panel=_STACK, epilog="Examples:\n\n  moonbus demo\n\n  moonbus demo --model tiny-random")
@@ -109,7 +111,7 @@ def _add_service(service: str, about: str, example: str) -> None:
 def _add_worker(service: str, about: str, example: str) -> None:
     @serve_app.command(service, cls=ServeCommand, help=about, epilog=f"Example: {example}")
     def serve(sets: Sets = None, elastic: Annotated[bool, typer.Option(
-            "--elastic", help="Also take jobs of the other role, prefill or decode, as load asks for.")] = False) -> None:
+            "--elastic", help="Also take jobs of the other role, as load asks for.")] = False) -> None:
         from services.cli.serving import serve as run
 
         raise typer.Exit(run(service, [*(sets or []), *(["elastic=true"] if elastic else [])]))

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.tree import Tree
 
 from services.cli.find import ask, settings
-from services.cli.output import compact_table, console, format_age, name_column, notes
+from services.cli.output import compact_table, console, format_age, name_column, notes, number_column, print_json
 from services.launcher.lineage import KEY_DIGITS, copies, lineage_table
 from shared.bus.subjects import (
     BLOCKS,
@@ -77,7 +77,7 @@ def blocks(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int
             notes.print(f"the catalog knows no worker {worker}; those it knows: {', '.join(known) or 'none'}",
                         markup=False, highlight=False, soft_wrap=True)
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     table = compact_table(name_column("key", KEY_DIGITS), "depth", "model", "tenant", "hits", "last used", "made by",
                           "copies now", title=f"{len(reply.blocks)} of {reply.total} blocks")
@@ -92,7 +92,7 @@ def stats(nats_url: str | None, data_dir: str | None, json: bool) -> None:
     """Prints the totals."""
     reply = cast(StatsReply, _ask(nats_url, data_dir, STATS, StatsQuery()))
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     hit_rate = f" ({reply.hit_tokens / reply.prompt_tokens:.0%})" if reply.prompt_tokens else ""
     _print_facts((
@@ -104,7 +104,7 @@ def stats(nats_url: str | None, data_dir: str | None, json: bool) -> None:
         ("of them not computed", f"{reply.hit_tokens:,}{hit_rate}"),
         ("feed still to write", f"{reply.feed_pending:,} messages"),
     ))
-    table = compact_table("worker", "role", "state", _number("blocks"), _number("size"))
+    table = compact_table("worker", "role", "state", number_column("blocks"), number_column("size"))
     for worker in reply.workers:
         table.add_row(worker.worker, worker.role, worker.state, f"{worker.blocks:,}", format_bytes(worker.nbytes))
     console.print(table)
@@ -116,7 +116,7 @@ def lineage(key: str, nats_url: str | None, data_dir: str | None, json: bool, *,
     if html is not None:
         descendants(key, nats_url, data_dir, json=False, limit=limit, html=html)
     if json:
-        _print_json(reply)
+        print_json(reply)
     elif html is None:
         console.print(lineage_table(reply))
 
@@ -131,7 +131,7 @@ def descendants(key: str, nats_url: str | None, data_dir: str | None, json: bool
     if html is not None:
         _write_page(html, reply.prefixes, title=f"Prefix tree below {asked}", said=said)
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     if html is None:
         console.print(_tree(reply.prefixes, title=said))
@@ -147,13 +147,13 @@ def hot(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int, b
                     said=f"The {sum(row.blocks for row in reply.prefixes):,} blocks reused most, with all that they "
                          "continue.")
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     if html is not None:
         return
     ranked = sorted((row for row in reply.prefixes if row.hits), key=lambda row: -row.hits * row.tokens)
-    table = compact_table(name_column("key", KEY_DIGITS), "tenant", _number("depth"), _number("tokens"),
-                          _number("hits"), _number("saved"), "last used", "copies now",
+    table = compact_table(name_column("key", KEY_DIGITS), "tenant", number_column("depth"), number_column("tokens"),
+                          number_column("hits"), number_column("saved"), "last used", "copies now",
                           title=f"{min(limit, len(ranked))} of {len(ranked)} hot stretches; all saved "
                                 f"{sum(row.hits * row.tokens for row in ranked):,} tokens")
     for row in ranked[:limit]:
@@ -171,18 +171,18 @@ def evictions(nats_url: str | None, data_dir: str | None, json: bool, *, since: 
                            key_hex=_digits(key))
     reply = cast(EvictionsReply, _ask(nats_url, data_dir, EVICTIONS, query))
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     if not query.key_hex:
-        table = compact_table(name_column("worker", 9), "tier", "why", _number("blocks"), _number("size"),
-                              _number("held for"),
+        table = compact_table(name_column("worker", 9), "tier", "why", number_column("blocks"), number_column("size"),
+                              number_column("held for"),
                               title=f"Evicted during the last {since}")
         for group in reply.groups:
             table.add_row(group.worker, group.tier, group.why, f"{group.blocks:,}", format_bytes(group.nbytes),
                           _duration(group.held_s))
         console.print(table)
-    table = compact_table(Column("when", no_wrap=True), name_column("key", KEY_DIGITS), _number("depth"), "tenant",
-                          name_column("worker", 9), "tier", "why", _number("held for"),
+    table = compact_table(Column("when", no_wrap=True), name_column("key", KEY_DIGITS), number_column("depth"),
+                          "tenant", name_column("worker", 9), "tier", "why", number_column("held for"),
                           title=f"The latest {len(reply.evictions)}")
     for row in reply.evictions:
         table.add_row(_age(row.at_s), _short(row.key), str(row.depth) if row.depth >= 0 else "?", row.tenant,
@@ -197,10 +197,11 @@ def reuse(nats_url: str | None, data_dir: str | None, json: bool, *, by: str, si
     query = ReuseQuery(by=by, window_s=_window_s(since))  # type: ignore[arg-type]
     reply = cast(ReuseReply, _ask(nats_url, data_dir, REUSE, query))
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
-    table = compact_table(name_column(by, 10), _number("requests"), _number("prompt tokens"), _number("not computed"),
-                          _number("share"), Column("", no_wrap=True), _number("predicted"), _number("TTFT"),
+    table = compact_table(name_column(by, 10), number_column("requests"), number_column("prompt tokens"),
+                          number_column("not computed"), number_column("share"), Column("", no_wrap=True),
+                          number_column("predicted"), number_column("TTFT"),
                           title=f"Reuse during the last {since}")
     for row in reply.rows:
         share = row.hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
@@ -217,13 +218,14 @@ def requests(nats_url: str | None, data_dir: str | None, json: bool, *, since: s
                           worker=worker)
     reply = cast(RequestsReply, _ask(nats_url, data_dir, REQUESTS, query))
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     table = compact_table(Column("when", no_wrap=True), name_column("request", 12), "tenant", "outcome",
-                          _number("prompt"), _number("hit"), _number("TTFT"), _number("total"), "workers",
+                          number_column("prompt"), number_column("hit"), number_column("TTFT"),
+                          number_column("total"), "workers",
                           title=f"The latest {len(reply.requests)} requests of the last {since}")
     for row in reply.requests:
-        table.add_row(_age(row.received_at_s), row.request[:20], row.tenant, _outcome(row), f"{row.prompt_tokens:,}",
+        table.add_row(_age(row.received_at_s), row.request[:20], row.tenant, outcome_of(row), f"{row.prompt_tokens:,}",
                       f"{row.hit_tokens:,}", _duration(row.ttft_s), _duration(row.duration_s),
                       "\n".join(worker for worker in (row.prefill, row.decode) if worker))
     console.print(table)
@@ -233,12 +235,12 @@ def request(name: str, nats_url: str | None, data_dir: str | None, json: bool) -
     """Prints one request."""
     row = cast(RequestReply, _ask(nats_url, data_dir, REQUEST, RequestQuery(request=name))).request
     if json:
-        _print_json(row)
+        print_json(row)
         return
     hit = f" ({row.hit_tokens / row.prompt_tokens:.0%})" if row.prompt_tokens else ""
     _print_facts((
         ("request", row.request), ("received", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.received_at_s))),
-        ("outcome", _outcome(row) + (f", finish {row.finish}" if row.finish else "")),
+        ("outcome", outcome_of(row) + (f", finish {row.finish}" if row.finish else "")),
         ("model", row.model), ("tenant", row.tenant or "(none)"),
         ("prompt tokens", f"{row.prompt_tokens:,}"),
         ("of them not computed", f"{row.hit_tokens:,}{hit}, predicted {row.predicted_hit_tokens:,}"),
@@ -250,7 +252,7 @@ def request(name: str, nats_url: str | None, data_dir: str | None, json: bool) -
         ("last full block", row.last_key.hex()[:KEY_DIGITS] or "(none)"),
     ))
     if row.stages is not None:
-        table = compact_table("stage", _number("value"))
+        table = compact_table("stage", number_column("value"))
         for field, value in msgspec.structs.asdict(row.stages).items():
             table.add_row(field.removesuffix("_s").removesuffix("_bytes").replace("_", " "), _stage(field, value))
         console.print(table)
@@ -261,15 +263,15 @@ def storage(nats_url: str | None, data_dir: str | None, json: bool, *, since: st
     query = StorageQuery(window_s=_window_s(since), steps=steps, worker=worker)
     reply = cast(StorageReply, _ask(nats_url, data_dir, STORAGE, query))
     if json:
-        _print_json(reply)
+        print_json(reply)
         return
     series: dict[tuple[str, str], dict[float, tuple[int, int]]] = defaultdict(dict)
     for row in reply.rows:
         series[row.worker, row.tier][row.at_s] = (row.blocks, row.nbytes)
     moments = sorted({row.at_s for row in reply.rows})
-    table = compact_table(name_column("worker", 9), "tier", Column("over time", no_wrap=True), _number("most"),
-                          _number("blocks now"), _number("size now"), title=f"Held during the last {since}, a bar for "
-                                                     f"{format_age(reply.step_s)}")
+    table = compact_table(name_column("worker", 9), "tier", Column("over time", no_wrap=True), number_column("most"),
+                          number_column("blocks now"), number_column("size now"),
+                          title=f"Held during the last {since}, a bar for {format_age(reply.step_s)}")
     for (name, tier), held in sorted(series.items()):
         most = max(nbytes for _, nbytes in held.values())
         last_blocks, last_bytes = held.get(moments[-1], (0, 0))
@@ -282,25 +284,6 @@ def storage(nats_url: str | None, data_dir: str | None, json: bool, *, since: st
 
 def _ask(nats_url: str | None, data_dir: str | None, subject: Subject, question: Any) -> Any:
     return ask(settings(nats_url, data_dir), subject.at(), question, who="store-manager")
-
-
-def _print_json(value: Any) -> None:
-    """On one line per nesting, keys in hex: what a program can use without knowing MessagePack."""
-    plain = msgspec.to_builtins(value, builtin_types=(bytes,))
-    text = msgspec.json.format(msgspec.json.encode(_hexed(plain)), indent=2).decode()
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _hexed(value: Any) -> Any:
-    match value:
-        case bytes():
-            return value.hex()
-        case dict():
-            return {name: _hexed(item) for name, item in value.items()}
-        case list() | tuple():
-            return [_hexed(item) for item in value]
-        case _:
-            return value
 
 
 def _write_page(path: Path, prefixes: Sequence[PrefixRow], *, title: str, said: str) -> None:
@@ -338,10 +321,6 @@ def _print_facts(facts: Sequence[tuple[str, str]]) -> None:
     console.print(table)
 
 
-def _number(header: str) -> Column:
-    return Column(header, justify="right", no_wrap=True)
-
-
 def _digits(key: str) -> str:
     return key.strip().lower().removeprefix("0x")
 
@@ -358,7 +337,8 @@ def _joined(workers: Sequence[str]) -> str:
     return ", ".join(workers[:3]) + (f" +{len(workers) - 3}" if len(workers) > 3 else "")
 
 
-def _outcome(row: RequestRow) -> str:
+def outcome_of(row: RequestRow) -> str:
+    """How a request ended, in colour."""
     colour = _OUTCOME_COLOURS.get(row.outcome, "default")
     return f"[{colour}]{escape(row.outcome)}[/]" + (f" {escape(row.code)}" if row.code else "")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,6 +20,11 @@ def name_column(header: str, width: int) -> Column:
     return Column(header, no_wrap=True, min_width=width)
 
 
+def number_column(header: str) -> Column:
+    """A column of numbers."""
+    return Column(header, justify="right", no_wrap=True)
+
+
 def compact_table(*columns: str | Column, title: str | None = None) -> Table:
     """A table that shows as much as possible in eighty columns; ``name_column`` keeps one of them whole."""
     return Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -30,3 +38,22 @@ def format_age(duration_s: float) -> str:
         if duration_s < limit_s:
             return f"{duration_s / unit_s:.0f} {unit}"
     return f"{duration_s / 3600:.1f} h" if duration_s < 172_800 else f"{duration_s / 86_400:.1f} d"
+
+
+def print_json(value: Any) -> None:
+    """On one line per nesting, bytes in hex: what a program can use without knowing MessagePack."""
+    plain = msgspec.to_builtins(value, builtin_types=(bytes,))
+    text = msgspec.json.format(msgspec.json.encode(_hexed(plain)), indent=2).decode()
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _hexed(value: Any) -> Any:
+    match value:
+        case bytes():
+            return value.hex()
+        case dict():
+            return {name: _hexed(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_hexed(item) for item in value]
+        case _:
+            return value

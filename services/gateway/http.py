@@ -49,7 +49,7 @@ _STREAM_HEADERS = {
     "x-accel-buffering": "no",  # nginx must not hold tokens back
 }
 _OUR_HEADERS = [f"x-moonbus-{name}" for name in (
-    "prefill-worker", "decode-worker", "cached-tokens", "ttft-ms", "stages", "predicted-hit-tokens",
+    "request-id", "prefill-worker", "decode-worker", "cached-tokens", "ttft-ms", "stages", "predicted-hit-tokens",
     "predicted-ttft-ms", "trace-id")]
 #: paths that answer even while the gateway drains, and that need no key
 _ALWAYS = ("/health", "/ping", "/ready", "/metrics", "/version")
@@ -372,7 +372,8 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
 def _headers(exchange: Exchange) -> dict[str, str]:
     """What we tell about a request, as far as it is known."""
     placement, stages = exchange.machine.placement, exchange.machine.stages
-    headers = {"x-moonbus-cached-tokens": str(exchange.cached_tokens)}
+    headers = {"x-moonbus-request-id": exchange.job.request,
+               "x-moonbus-cached-tokens": str(exchange.cached_tokens)}
     if exchange.trace_id:
         headers["x-moonbus-trace-id"] = exchange.trace_id
     if placement is not None:

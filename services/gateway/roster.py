@@ -145,7 +145,10 @@ class Roster:
                 refused = self._refused.get(name)
                 whys.append(refused.why if refused else f"model {name} is being loaded")
                 continue
-            lacking = [role for role in ("prefill", "decode") if not self.membership.usable(hello.spec.digest, role)]
+            usable = {role: self.membership.usable(hello.spec.digest, role) for role in ("prefill", "decode")}
+            lacking = [role for role, members in usable.items() if not members]
+            if not lacking and len(usable["prefill"]) == 1 and usable["prefill"] == usable["decode"]:
+                lacking = ["other"]  # nobody prefills for itself
             if not lacking:
                 return ""
             whys.append(f"model {name} has no usable {' and no usable '.join(lacking)} worker")

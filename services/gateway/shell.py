@@ -249,7 +249,8 @@ class Exchange:
             conductor=placement.conductor if placement else ConductorId(""),
             prefill=placement.prefill if placement else WorkerId(""),
             decode=placement.decode if placement else WorkerId(""),
-            trace=self.trace_id, stages=machine.stages, last_key=job.keys[-32:])
+            trace=self.trace_id, stages=machine.stages, last_key=job.keys[-32:],
+            decisions=[msgspec.structs.replace(one, at_s=one.at_s - self._received_s) for one in machine.decisions])
 
     @property
     def trace_id(self) -> str:

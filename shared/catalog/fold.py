@@ -265,8 +265,10 @@ def _bye(folded: Folded, event: Bye, now_s: float) -> None:
 
 def _request(done: RequestDone) -> Row:
     stages = msgspec.json.encode(done.stages).decode() if done.stages is not None else None
+    decisions = msgspec.json.encode(done.decisions).decode() if done.decisions else None
     return (
         done.request, done.gateway, done.model, done.spec, done.tenant, moment(done.received_at_s), done.outcome,
         done.code, done.finish, done.prompt_tokens, done.completion_tokens, done.predicted_hit_tokens,
         done.hit_tokens, done.predicted_ttft_s, done.ttft_s, done.tbt_s, done.duration_s, done.attempts,
-        done.conductor, done.prefill, done.decode, done.trace, stages, bytes(done.last_key))
+        done.conductor, done.prefill, done.decode, done.trace, stages, bytes(done.last_key),
+        decisions)

@@ -43,7 +43,11 @@ async def write(connection: AsyncConnection, events: Sequence[FeedEvent], *, now
         await connection.execute(sql.REPLACE_WORKERS, {"workers": sorted({worker for worker, _ in folded.workers})})
     if folded.blocks or folded.seen:
         await _merge(connection, folded)
-    await _execute(connection, sql.INSERT_REQUESTS, folded.request_rows())
+    if rows := folded.request_rows():
+        if (await connection.execute(sql.HAS_DECISIONS)).scalar_one():
+            await _execute(connection, sql.INSERT_REQUESTS, rows)
+        else:
+            await _execute(connection, sql.INSERT_REQUESTS_ONLY, [row[:-1] for row in rows])
     await _see(connection, folded.seen)
     return folded
 

@@ -254,6 +254,8 @@ class RequestDoneTable(Base):
     trace: Mapped[str] = mapped_column(Text)
     stages: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
     last_key: Mapped[bytes] = mapped_column(LargeBinary)
+    decisions: Mapped[list[Any] | None] = mapped_column(JSONB)
+    """What conductors answered, with candidates and terms; out of the way of whoever does not ask for it."""
 
     __table_args__ = (
         Index("request_done_received_at", "received_at"),

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -20,6 +20,7 @@ from shared.messages import (
     BlockRow,
     BlocksQuery,
     BlocksReply,
+    Decision,
     DescendantsQuery,
     DescendantsReply,
     EvictionGroup,
@@ -55,6 +56,8 @@ MAX_COUNTED = 1_000_000
 MAX_ENDED = 2_000
 """Most copies of the past shown of a chain."""
 MAX_STEPS = 500
+
+T = TypeVar("T")
 
 _HEX = re.compile(r"[0-9a-f]{1,64}")
 _HEAD = 8
@@ -226,7 +229,6 @@ def _block(row: Any, replicas: list[ReplicaRow]) -> BlockRow:
 
 
 def _request(row: Any) -> RequestRow:
-    stages = row.stages
     return RequestRow(
         request=row.request, gateway=row.gateway, model=row.model, tenant=row.tenant,
         received_at_s=row.received_at.timestamp(), outcome=row.outcome, code=row.code, finish=row.finish,
@@ -234,9 +236,18 @@ def _request(row: Any) -> RequestRow:
         predicted_hit_tokens=row.predicted_hit_tokens, hit_tokens=row.hit_tokens,
         predicted_ttft_s=row.predicted_ttft_s, ttft_s=row.ttft_s, tbt_s=row.tbt_s, duration_s=row.duration_s,
         attempts=row.attempts, conductor=row.conductor, prefill=row.prefill, decode=row.decode, trace=row.trace,
-        last_key=row.last_key,
-        stages=msgspec.json.decode(stages, type=Stages) if isinstance(stages, str | bytes) else
-        msgspec.convert(stages, Stages) if stages is not None else None)
+        last_key=row.last_key, stages=_part(row.stages, Stages),
+        decisions=_part(getattr(row, "decisions", None), list[Decision]) or [])
+
+
+def _part(value: Any, kind: type[T]) -> T | None:
+    """A part of a row that is JSON, however the driver gives it."""
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value, type=kind) if isinstance(value, str | bytes) else msgspec.convert(value, kind)
+    except msgspec.MsgspecError as error:
+        raise UserError(f"the catalog has what this version cannot read: {error}") from error
 
 
 def _seconds(at: datetime | None) -> float | None:

@@ -181,9 +181,13 @@ REUSE = {by: text(f"""
     for by, name in _REUSE_BY.items()}
 """Prompt tokens and how many of them were not computed, since ``:since``."""
 
+_REQUEST = """
+    SELECT r.request, r.gateway, r.model, r.tenant, r.received_at, r.outcome, r.code, r.finish, r.prompt_tokens,
+        r.completion_tokens, r.predicted_hit_tokens, r.hit_tokens, r.predicted_ttft_s, r.ttft_s, r.tbt_s, r.duration_s,
+        r.attempts, r.conductor, r.prefill, r.decode, r.trace, r.stages, r.last_key"""
+
 REQUESTS = text(f"""
-    SELECT r.* FROM request_done r
-    WHERE {_SINCE} AND (CAST(:tenant AS text) = '' OR r.tenant = :tenant)
+    {_REQUEST} FROM request_done r WHERE {_SINCE} AND (CAST(:tenant AS text) = '' OR r.tenant = :tenant)
         AND (CAST(:model AS text) = '' OR r.model = :model)
         AND (CAST(:outcome AS text) = '' OR r.outcome = :outcome OR r.code = :outcome)
         AND (CAST(:worker AS text) = '' OR r.prefill = :worker OR r.decode = :worker)
@@ -191,10 +195,12 @@ REQUESTS = text(f"""
 """)
 """Requests, the latest first."""
 
-REQUEST = text("""
-    SELECT * FROM request_done r WHERE r.request >= :low AND r.request < :high ORDER BY r.request LIMIT 2
+REQUEST = text(f"""
+    {_REQUEST}, nullif(to_jsonb(r) -> 'decisions', 'null') AS decisions
+    FROM request_done r WHERE r.request >= :low AND r.request < :high ORDER BY r.request LIMIT 2
 """)
-"""Requests with a prefix; two are enough to know that it is not unique."""
+"""Requests with a prefix; two are enough to know that it is not unique. What was decided is taken out of the whole
+row, since its column may not be there yet."""
 
 STORAGE = text("""
     SELECT date_bin(make_interval(secs => :step_s), at, '2000-01-01Z') AS at, worker, tier,

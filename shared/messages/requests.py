@@ -74,6 +74,16 @@ class Candidate(Part, frozen=True):
         return self.queue_s + self.transfer_s + self.prefill_s
 
 
+class DecodeCandidate(Part, frozen=True):
+    """One decode worker the conductor weighed."""
+
+    decode: WorkerId
+    tbt_s: float
+    """Predicted step at the time the prefill will end."""
+    own_blocks: int
+    """Leading blocks of the prompt that it holds."""
+
+
 class Placement(Message, frozen=True):
     """conductor → gateway: run it there, and why."""
 
@@ -98,6 +108,8 @@ class Placement(Message, frozen=True):
     ranked_s: float = 0.0
     """Seconds of computing by which the prefill worker will rank it until it starts; 0 for the predicted ones. They
     are more where blocks are counted on that others ahead of it have yet to compute."""
+    decode_candidates: list[DecodeCandidate] = []
+    """Best first."""
     reuse_gain_s: float = 0.0
     """Seconds by which its first token would have come sooner, as predicted, had every prefill worker held what
     anybody holds of its prefix: what more copies of that prefix would be worth."""
@@ -340,6 +352,19 @@ class Progress(Message, frozen=True):
     """Mean seconds of a decode step over the answer (``finished``)."""
 
 
+class Decision(Part, frozen=True):
+    """What a conductor answered to one attempt at placing a request, and how the attempt ended."""
+
+    attempt: int
+    at_s: float
+    """Seconds from the request's arrival to the answer."""
+    answer: Placement | Rejection
+    code: str = ""
+    """Why the attempt ended before its answer was complete; empty for one that went well and for a rejection."""
+    message: str = ""
+    """The same for people."""
+
+
 class RequestDone(Message, frozen=True):
     """gateway → everybody, durable: how a request ended. One row of ``request`` in the catalog."""
 
@@ -372,3 +397,5 @@ class RequestDone(Message, frozen=True):
     stages: Stages | None = None
     last_key: bytes = b""
     """Key of the prompt's last full block: its lineage is the prompt's."""
+    decisions: list[Decision] = []
+    """One for each attempt that a conductor answered, in order; none when none of them did."""

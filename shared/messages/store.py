@@ -6,7 +6,7 @@ from typing import Literal
 
 from shared.ids import BlockKey
 from shared.messages.base import Message, Part
-from shared.messages.requests import Stages
+from shared.messages.requests import Decision, Stages
 
 
 class Failure(Message, frozen=True):
@@ -407,6 +407,8 @@ class RequestRow(Part, frozen=True):
     last_key: bytes
     """Of the prompt's last full block; empty when there was none."""
     stages: Stages | None = None
+    decisions: list[Decision] = []
+    """Where it was placed and why; only when a single request is asked for."""
 
 
 class RequestsReply(Message, frozen=True):

@@ -40,6 +40,7 @@ from shared.machine import Answered, Effect, Unanswered, Woke
 from shared.messages import (
     Accepted,
     Cancel,
+    Decision,
     DecodeJob,
     Finish,
     Inquiry,
@@ -232,6 +233,8 @@ class RequestMachine:
         self.stages: Stages | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.decisions: list[Decision] = []
+        """What conductors answered, one for each attempt; ``at_s`` is on the clock of :meth:`handle`."""
         self.story: list[str] = []
         """One line a turn of the life, for logs and for whoever asks why."""
         self._order = TokenOrder(0)
@@ -348,8 +351,10 @@ class RequestMachine:
     def _answered(self, message: object, now: float) -> list[Effect]:
         match self.state, message:
             case "placing", Placement() as placement:
+                self.decisions.append(Decision(attempt=self.attempt, at_s=now, answer=placement))
                 return self._reserve(placement, now)
             case "placing", Rejection() as rejection:
+                self.decisions.append(Decision(attempt=self.attempt, at_s=now, answer=rejection))
                 return self._rejected(rejection)
             case "reserving", Reserved() as reserved:
                 return self._prefill(reserved, now)
@@ -496,6 +501,7 @@ class RequestMachine:
                retry_after_s: float = 1.0) -> list[Effect]:
         """The attempt is over; another one without ``blame``, if one is left."""
         self._note(f"attempt {self.attempt} failed: {code}: {message}")
+        self._give_up(code, message)
         if code in _CONTENDED:
             self._contention = Problem(status=429, code=code, message=message, retry_after_s=retry_after_s)
         if self.attempt + 1 >= self.limits.max_attempts:
@@ -543,7 +549,14 @@ class RequestMachine:
     def _end(self, outcome: Outcome, problem: Problem) -> list[Effect]:
         self.state = "done"
         self._note(f"{outcome}: {problem.code}: {problem.message}")
+        self._give_up(problem.code, problem.message)
         return [self._cancel(problem.code), Ended(outcome, code=problem.code, problem=problem)]
+
+    def _give_up(self, code: str, message: str) -> None:
+        """The attempt ended, if one was under way; the first reason is the one that counts."""
+        last = self.decisions[-1] if self.decisions else None
+        if last is not None and last.attempt == self.attempt and isinstance(last.answer, Placement) and not last.code:
+            self.decisions[-1] = msgspec.structs.replace(last, code=code, message=message)
 
     def _cancel(self, reason: str, attempt: int = -1) -> Tell:
         return Tell(Cancel(request=self.job.request, reason=reason, attempt=attempt))

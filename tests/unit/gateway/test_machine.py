@@ -44,6 +44,7 @@ from shared.machine import Answered, Unanswered, Woke
 from shared.messages import (
     Accepted,
     Cancel,
+    Decision,
     DecodeJob,
     Endpoint,
     Finish,
@@ -462,3 +463,28 @@ def test_it_always_ends_once() -> None:
         effects = list(made.handle(Woke(), now=now))
         assert ended + sum(isinstance(e, Ended) for e in effects) == 1
         assert len({q.tag.attempt for q in questions}) <= 3
+
+
+def test_every_answer_of_a_conductor_is_kept_with_the_end_of_its_attempt() -> None:
+    script = at_prefill()
+    script >> after(0.5) >> failed(P1, "broken")
+    script << cancelled(0) << asks_place(attempt=1)
+    script.reply(placement(P2, attempt=1)) << asks(D1, attempt=1)
+    script.reply(refused("capacity", attempt=1)) << cancelled(1) << asks_place(attempt=2)
+    no = Rejection(request=REQUEST, code="no_worker", message="nobody is left", retry_after_s=1.0)
+    script.reply(no) << cancelled() << ends("rejected", "capacity")
+    made = script.machine
+    assert isinstance(made, RequestMachine)
+    assert made.decisions == [
+        Decision(attempt=0, at_s=1000.0, answer=placement(), code="broken", message="prefill-1: scripted"),
+        Decision(attempt=1, at_s=1000.5, answer=placement(P2, attempt=1), code="capacity", message="scripted"),
+        Decision(attempt=2, at_s=1000.5, answer=no)]
+
+
+def test_an_attempt_that_goes_well_or_is_cut_short_by_the_client() -> None:
+    script = at_stream()
+    script >> chunk(1, finish="stop") << Deliver([], "stop") << like(Ended, outcome="ok")
+    assert [one.code for one in script.machine.decisions] == [""]
+    script = at_stream()
+    script >> Abandoned("client_gone", "left") << cancelled() << ends("cancelled", "client_gone")
+    assert [(one.code, one.message) for one in script.machine.decisions] == [("client_gone", "left")]
