@@ -31,7 +31,7 @@ from shared.store.policies.leaves import Leaves
 from shared.store.policies.lru import Lru
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Cached:
     """A sealed block."""
 
@@ -39,8 +39,12 @@ class _Cached:
     block: StoredBlock
     #: operations that pin it
     pins: set[OperationId] = field(default_factory=set)
-    #: cached blocks whose parent this is
+    #: cached blocks whose parent this is; without those that a look at the coldest has passed
     children: int = 0
+    #: one of them, and its neighbours among them: a list without an object of its own
+    child: _Cached | None = None
+    before: _Cached | None = None
+    after: _Cached | None = None
     #: evicted last until then
     protected_until_s: float = -inf
 
@@ -111,13 +115,28 @@ class BlockPool:
         return self._cached[key].slot
 
     def blocks(self) -> Iterator[StoredBlock]:
-        """Every cached block, in no order."""
+        """Every cached block, each after its parent; good until the next change."""
         return (cached.block for cached in self._cached.values())
 
     def block(self, key: BlockKey) -> StoredBlock | None:
         """A cached block, or ``None``."""
         cached = self._cached.get(key)
         return None if cached is None else cached.block
+
+    def continuing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that are cached and all that continues them, each once."""
+        found: dict[BlockKey, None] = {}
+        waiting = [cached for key in keys if (cached := self._cached.get(key)) is not None]
+        while waiting:
+            cached = waiting.pop()
+            if cached.block.key in found:
+                continue
+            found[cached.block.key] = None
+            child = cached.child
+            while child is not None:
+                waiting.append(child)
+                child = child.after
+        return list(found)
 
     def tenant_blocks(self, tenant: str) -> int:
         """How many cached blocks are ``tenant``'s."""
@@ -201,7 +220,9 @@ class BlockPool:
         found: list[_Cached] = []
         while len(found) < count and (key := self._take(now)) is not None:
             found.append(self._cached[key])
-            self._leave_parent(found[-1])
+            parent = self._parent(found[-1].block)
+            if parent is not None:
+                self._leave(parent)
         for cached in reversed(found):
             parent = self._parent(cached.block)
             if parent is not None:
@@ -269,6 +290,8 @@ class BlockPool:
         holdings.private.discard(slot)
         self._private -= 1
         cached = _Cached(slot=slot, block=block)
+        if parent is not None:
+            _link(parent, cached)
         self._cached[block.key] = cached
         self._tenants[block.tenant] += 1
         self._policy.stored(block, now=now)
@@ -310,6 +333,13 @@ class BlockPool:
         for key, cached in self._cached.items():
             if cached.children != children.get(key, 0):
                 raise Bug(f"block {key.hex()[:12]} miscounts its children")
+            child, listed = cached.child, 0
+            while child is not None:
+                if child.block.parent != key or self._cached.get(child.block.key) is not child:
+                    raise Bug(f"block {key.hex()[:12]} lists a child that is none")
+                child, listed = child.after, listed + 1
+            if listed != cached.children:
+                raise Bug(f"block {key.hex()[:12]} lists {listed} of its {cached.children} children")
             if key in self._protected and not self._is_leaf(cached):
                 raise Bug(f"block {key.hex()[:12]} waits for eviction and is no leaf")
         if Counter(cached.block.tenant for cached in self._cached.values()) != +self._tenants:
@@ -386,10 +416,26 @@ class BlockPool:
             del self._tenants[cached.block.tenant]
         self._protected.discard(key)
         self._policy.dropped(key)
-        self._leave_parent(cached)
-
-    def _leave_parent(self, cached: _Cached) -> None:
         parent = self._parent(cached.block)
         if parent is not None:
-            parent.children -= 1
-            self._offer(parent)
+            _unlink(parent, cached)
+            self._leave(parent)
+
+    def _leave(self, parent: _Cached) -> None:
+        parent.children -= 1
+        self._offer(parent)
+
+
+def _link(parent: _Cached, cached: _Cached) -> None:
+    cached.after, parent.child = parent.child, cached
+    if cached.after is not None:
+        cached.after.before = cached
+
+
+def _unlink(parent: _Cached, cached: _Cached) -> None:
+    if cached.before is not None:
+        cached.before.after = cached.after
+    else:
+        parent.child = cached.after
+    if cached.after is not None:
+        cached.after.before = cached.before

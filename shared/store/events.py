@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId, fresh
-from shared.kv import KEY_BYTES, Tier, pack_keys
+from shared.kv import Tier, pack_keys
 from shared.messages import (
     DigestQuery,
     DigestReply,
@@ -29,10 +29,13 @@ from shared.messages import (
 from shared.store.digest import BUCKETS, Inventory
 
 PAGE_BLOCKS = 2_048
-"""Blocks of a page: about 0.4 MB on the wire. Who takes it in does nothing else meanwhile, for some milliseconds."""
-EVENT_BLOCKS = 8_192
-"""Blocks of the batches of one answer: about 1.5 MB on the wire, well under the bus's limit. More than a page, since
-what is asked instead is the whole state."""
+"""Blocks of a page: about 0.4 MB on the wire, 2 MB if all names in it are as long as names may be. Who takes it in does
+nothing else meanwhile, for some milliseconds."""
+EVENT_BYTES = 2 << 20
+"""Bytes of the batches of one answer, about; well under the bus's limit. More than a page's, since what is asked
+instead is the whole state."""
+_BLOCK_BYTES = 128
+"""Bytes of a block on the wire, but for its names, about."""
 
 _SNAPSHOT_KEPT_S = 60.0
 
@@ -46,15 +49,21 @@ class Gone:
     tier: Tier
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Snapshot:
+    """The whole state, or what some buckets held, at one moment."""
+
     taken_s: float
     seq: int
     blocks: Sequence[StoredBlock]
+    is_whole: bool
+    readers: int = 1
+    """Who began to read it and has not had its last page."""
 
 
 class EventLog:
-    """One per (worker, incarnation). ``state`` returns what is stored now; times are monotonic seconds.
+    """One per (worker, incarnation). ``state`` returns what is stored now, each block after its parent; times are
+    monotonic seconds.
 
     Without ``digests`` the inventory they are made of is not kept up to date but begun when one is asked for: for
     logs that nobody compares, like the simulator's.
@@ -102,9 +111,9 @@ class EventLog:
         """Everything after ``asked.seq`` when it is at hand, else a page of the whole state."""
         if not asked.snapshot and asked.incarnation == self._incarnation and self._covers(asked.seq):
             missing = [event for event in self._kept if event.seq > asked.seq]
-            if sum(map(_weight, missing)) <= EVENT_BLOCKS:
+            if _fit(missing, EVENT_BYTES):
                 return SyncEvents(worker=self._worker, incarnation=self._incarnation, events=missing)
-        return self._page(asked.snapshot, asked.page, self._state, now=now)
+        return self._page(asked, self._whole, now=now)
 
     def digest(self, asked: DigestQuery, *, now: float) -> DigestReply | SnapshotPage:
         """The digest of what is stored, or a page of what the asked buckets hold.
@@ -119,23 +128,37 @@ class EventLog:
             return DigestReply(worker=self._worker, incarnation=self._incarnation, seq=self.seq, spec=self._spec,
                                tiers=inventory.digest.pack())
         buckets = {bucket for bucket in asked.buckets if 0 <= bucket < BUCKETS}
-        return self._page(asked.snapshot, asked.page, lambda: inventory.blocks(buckets), now=now)
+        return self._page(asked, lambda now: self._taken(inventory.blocks(buckets), now), now=now)
 
     def _covers(self, seq: int) -> bool:
         return seq == self.seq or (bool(self._kept) and self._kept[0].seq <= seq + 1 <= self.seq)
 
-    def _page(self, name: str, page: int, state: Callable[[], Iterable[StoredBlock]], *, now: float) -> SnapshotPage:
+    def _whole(self, now: float) -> str:
+        """The name of a snapshot of everything as it is now: many ask at once after a bus came back."""
+        for name, snapshot in self._snapshots.items():
+            if snapshot.is_whole and snapshot.seq == self.seq:
+                snapshot.readers += 1
+                return name
+        return self._taken(self._state(), now, is_whole=True)
+
+    def _taken(self, blocks: Iterable[StoredBlock], now: float, *, is_whole: bool = False) -> str:
+        name = fresh("snapshot")
+        self._snapshots[name] = _Snapshot(now, self.seq, list(blocks), is_whole)
+        return name
+
+    def _page(self, asked: Since | DigestQuery, take: Callable[[float], str], *, now: float) -> SnapshotPage:
         for old in [n for n, taken in self._snapshots.items() if now - taken.taken_s > _SNAPSHOT_KEPT_S]:
             del self._snapshots[old]
-        snapshot = self._snapshots.get(name)
-        if snapshot is None:  # a new reader, or one that was away for too long: start over
-            name, page = fresh("snapshot"), 0
-            snapshot = _Snapshot(now, self.seq, sorted(state(), key=lambda block: block.depth))
-            self._snapshots[name] = snapshot
+        name, page = asked.snapshot, asked.page
+        if name not in self._snapshots:  # a new reader, or one that was away for too long: start over
+            name, page = take(now), 0
+        snapshot = self._snapshots[name]
         pages = max(1, -(-len(snapshot.blocks) // PAGE_BLOCKS))
         page = min(page, pages - 1)
         if page == pages - 1:
-            self._snapshots.pop(name)
+            snapshot.readers -= 1
+            if not snapshot.readers:
+                del self._snapshots[name]
         return SnapshotPage(
             worker=self._worker, incarnation=self._incarnation, seq=snapshot.seq, spec=self._spec, snapshot=name,
             page=page, pages=pages, blocks=list(snapshot.blocks[page * PAGE_BLOCKS:(page + 1) * PAGE_BLOCKS]),
@@ -166,6 +189,17 @@ def _gathered(
     yield kind, keys, blocks
 
 
-def _weight(event: KvEvent) -> int:
-    """What a batch takes of an answer, in blocks; an empty one takes something too."""
-    return 1 + (len(event.blocks) if isinstance(event, Stored) else len(event.keys) // KEY_BYTES)
+def _fit(events: Iterable[KvEvent], nbytes: int) -> bool:
+    """Whether they take no more than so many bytes on the wire, about."""
+    for event in events:
+        nbytes -= _BLOCK_BYTES
+        if isinstance(event, Evicted):
+            nbytes -= len(event.keys)
+        else:
+            for block in event.blocks:
+                nbytes -= _BLOCK_BYTES + len(block.tenant) + len(block.request) + len(block.source)
+                if nbytes < 0:
+                    break
+        if nbytes < 0:
+            return False
+    return True

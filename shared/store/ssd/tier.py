@@ -384,7 +384,7 @@ class SsdTier:
 
     def lose(self, keys: Sequence[BlockKey], reason: str) -> list[BlockKey]:
         """Drops blocks that cannot be used any more, and all that continues them; the keys that are gone."""
-        lost = self._with_descendants(keys)
+        lost = [key for key in self.pool.continuing(keys) if key not in self._doomed]
         self._doomed.update(lost)
         if lost:
             self.on_evicted(lost, reason)
@@ -414,20 +414,6 @@ class SsdTier:
         if told:
             self.on_evicted(told, reason)
         self._doomed.difference_update(keys)
-
-    def _with_descendants(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        children: dict[BlockKey, list[BlockKey]] = {}
-        for block in self.pool.blocks():
-            if block.depth:
-                children.setdefault(block.parent, []).append(block.key)
-        found: dict[BlockKey, None] = {}
-        waiting = [key for key in keys if self.pool.block(key) is not None]
-        while waiting:
-            key = waiting.pop()
-            if key not in found:
-                found[key] = None
-                waiting += children.get(key, [])
-        return [key for key in found if key not in self._doomed]
 
     def _bury(self) -> None:
         """Drops what is doomed and not pinned any more."""

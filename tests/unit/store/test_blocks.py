@@ -367,9 +367,22 @@ class PoolModel(RuleBasedStateMachine):
             self.lose(allocation.evicted)
             self.pool.release(operation)
 
+    @rule(names=st.lists(st.integers(0, 2), min_size=1, max_size=3), tenant=st.sampled_from("ab"))
+    def look_at_what_continues(self, names: list[int], tenant: str) -> None:
+        asked = keys(chain(*names, tenant=tenant))[-1:]
+        expected = {key for key in asked if key in self.cached}
+        while more := {key for key, block in self.cached.items() if block.parent in expected} - expected:
+            expected |= more
+        found = self.pool.continuing([*asked, *asked])
+        assert set(found) == expected and len(found) == len(expected)
+
     @invariant()
     def agrees(self) -> None:
         self.pool.check_invariants()
+        seen: set[BlockKey] = set()
+        for block in self.pool.blocks():
+            assert not block.depth or block.parent in seen, "parents come before what continues them"
+            seen.add(block.key)
         assert {block.key for block in self.pool.blocks()} == self.cached.keys()
         assert self.pool.statistics().pinned == len(self.pinned())
         for tenant in "ab":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId
+from shared.ids import BlockKey, Incarnation, RequestId, SpecDigest, WorkerId
 from shared.kv import Tier, unpack_keys
-from shared.messages import Evicted, Since, SnapshotPage, Stored, StoredBlock, SyncEvents
+from shared.messages import Evicted, Since, SnapshotPage, Stored, StoredBlock, SyncEvents, codec
 from shared.store import events as events_module
 from shared.store.events import EventLog, Gone
 
@@ -38,7 +39,7 @@ def test_recent_batches_come_from_the_ring() -> None:
 
 @pytest.mark.parametrize("asked", [ask(0), ask(99), ask(3, incarnation=Incarnation("before"))])
 def test_what_the_ring_has_not_is_answered_with_a_snapshot(asked: Since) -> None:
-    state = [block(2), block(1)]
+    state = [block(1), block(2)]
     log = log_of(state, kept=2)
     for n in range(5):
         log.stored([block(n)], at_s=0.0)
@@ -48,13 +49,18 @@ def test_what_the_ring_has_not_is_answered_with_a_snapshot(asked: Since) -> None
     assert [b.depth for b in reply.blocks] == [1, 2]
 
 
-def test_an_answer_is_bounded_in_blocks_not_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "EVENT_BLOCKS", 10)
+def test_an_answer_is_bounded_in_bytes_not_in_batches() -> None:
     log = log_of([block(1)], kept=100)
-    for _ in range(3):
-        log.stored([block(n) for n in range(8)], at_s=0.0)
-    assert isinstance(log.since(ask(2), now=0), SyncEvents)
-    assert isinstance(log.since(ask(0), now=0), SnapshotPage)
+    named = [msgspec.structs.replace(block(n), tenant="t" * 200, request=RequestId("r" * 128)) for n in range(200)]
+    for _ in range(100):
+        log.stored(named, at_s=0.0)
+    some = next(seq for seq in range(100) if isinstance(log.since(ask(seq), now=0), SyncEvents))
+    assert 0 < some < 99
+    reply = log.since(ask(some), now=0)
+    assert events_module.EVENT_BYTES * 0.7 < len(codec.encode(reply)) < events_module.EVENT_BYTES * 1.1
+    assert isinstance(log.since(ask(some - 1), now=0), SnapshotPage)
+    log.evicted([b.key for b in named] * 400, at_s=0.0, reason="capacity")
+    assert isinstance(log.since(ask(100), now=0), SnapshotPage), "keys count too"
 
 
 def test_pages_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +77,31 @@ def test_pages_are_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     got = [b.depth for page in pages if isinstance(page, SnapshotPage) for b in page.blocks]
     assert got == [0, 1, 2, 3, 4]
     assert {page.seq for page in pages if isinstance(page, SnapshotPage)} == {3}
+
+
+def test_who_asks_at_the_same_moment_reads_the_same_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "PAGE_BLOCKS", 2)
+    taken = []
+
+    def state() -> list[StoredBlock]:
+        taken.append(log.seq)
+        return [block(n) for n in range(4)]
+
+    log = EventLog(WorkerId("w"), LIFE, SpecDigest("spec"), state, kept=1)
+    for n in range(3):
+        log.stored([block(n)], at_s=0.0)
+    pages = [log.since(ask(0), now=0) for _ in range(3)]
+    names = {page.snapshot for page in pages if isinstance(page, SnapshotPage)}
+    assert taken == [3] and len(names) == 1
+    for _ in range(3):  # nobody's last page ends it for the others
+        last = log.since(ask(0, snapshot=names.copy().pop(), page=1), now=1)
+        assert isinstance(last, SnapshotPage)
+        assert (last.page, [b.depth for b in last.blocks]) == (1, [2, 3])
+    log.since(ask(0), now=2)
+    assert taken == [3, 3], "all were through"
+    log.stored([block(9)], at_s=0.0)
+    log.since(ask(0), now=2)
+    assert taken == [3, 3, 4], "it is no more what is there"
 
 
 def test_a_forgotten_snapshot_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
