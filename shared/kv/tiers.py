@@ -11,3 +11,6 @@ class Tier(StrEnum):
     DEVICE = "device"
     DRAM = "dram"
     SSD = "ssd"
+
+    # Enum's own is a Python function that hashes the name: a large part of what it takes to look up a block's tier.
+    __hash__ = str.__hash__

@@ -33,6 +33,9 @@ from shared.transfer.ledger import checksum
 
 CHUNK_BYTES = 8 << 20
 """Values of one question of a batch: while they move, the next question is on its way."""
+INLINE_VALUES = 8
+"""Of a batch, at least, that go to a connection for questions: for fewer at a time its round trips take longer than
+to hand more of them to a thread."""
 WINDOW = 2
 """Questions of one batch that are not answered yet."""
 MAX_ASKED = 4
@@ -202,6 +205,8 @@ class Core:
 
     def _together(self, blocks: Sequence[frames.Block], todo: Sequence[int], seat: Seat) -> list[int]:
         """Which of ``todo`` go to ``seat`` together: what belongs there, and what continues that."""
+        if len(self._map.seats) == 1:  # nowhere else to go
+            return list(todo)
         group = [todo[0]]
         keys = {blocks[todo[0]].key}
         for i in todo[1:]:
@@ -259,8 +264,8 @@ class Core:
 
     def _put_at(self, call: Call, seat: Seat, blocks: Sequence[frames.Block], parts: Sequence[Part], *,
                 wait_s: float) -> list[int]:
-        visit = self._take_for(call, seat, parts)
-        size = self._chunk(visit, 4)
+        visit, most_bytes = self._take_for(call, seat, parts)
+        size = self._chunk(visit, 4, most_bytes)
         marks: list[int] = []
         waiting: deque[Sequence[frames.Block]] = deque()
         try:
@@ -283,14 +288,17 @@ class Core:
         self._doors.give_back(call, visit)
         return marks
 
-    def _take_for(self, call: Call, seat: Seat, parts: Sequence[Part]) -> Visit:
-        """A connection that takes these values."""
-        if len(parts) * self._nbytes <= frames.MAX_INLINE_BYTES and all(part.segment is not None for part in parts):
+    def _take_for(self, call: Call, seat: Seat, parts: Sequence[Part]) -> tuple[Visit, int]:
+        """A connection that takes these values, and the bytes of them that it takes at a time."""
+        wanted = min(len(parts), INLINE_VALUES) * self._nbytes
+        if wanted <= frames.MAX_INLINE_BYTES and all(part.segment is not None for part in parts):
             visit = self._doors.take(call, seat, QUESTIONS)
-            if not visit.local or len(parts) * self._nbytes <= visit.inline_bytes:
-                return visit
+            if not visit.local:
+                return visit, CHUNK_BYTES
+            if wanted <= visit.inline_bytes:
+                return visit, visit.inline_bytes
             self._doors.give_back(call, visit)
-        return self._doors.take(call, seat, BYTES)
+        return self._doors.take(call, seat, BYTES), CHUNK_BYTES
 
     def _stored(self, visit: Visit, reply: object, blocks: Sequence[frames.Block]) -> list[int]:
         marks = self._marks_of(visit, reply)
@@ -388,9 +396,9 @@ class Core:
             raise frames.FrameError(f"{type(reply).__name__} is no answer to this")
         return reply.marks
 
-    def _chunk(self, visit: Visit, share: int) -> int:
+    def _chunk(self, visit: Visit, share: int, most_bytes: int = CHUNK_BYTES) -> int:
         """Values of one question: no more than the ``share``th part of what the worker has room for."""
-        return max(1, min(frames.MAX_KEYS, CHUNK_BYTES // self._nbytes, visit.door.num_blocks // share))
+        return max(1, min(frames.MAX_KEYS, most_bytes // self._nbytes, visit.door.num_blocks // share))
 
     def _seen(self, call: Call, error: BaseException, done: list[bool]) -> BaseException:
         """What a broken connection comes to."""

@@ -730,9 +730,10 @@ class Door:
             self._restock(visit, count)
 
     def _restock(self, visit: _Visit, count: int) -> None:
-        """For what was just used once more, as long as that is a small part of what there is."""
+        """For what was just used once more, as long as that is a small part of what there is; twice for a thread,
+        which is at the next question already."""
         visit.stocked_s = host_clock_s()
-        count = min(count, MAX_STOCK)
+        count = min(count if visit.thread is None else 2 * count, MAX_STOCK)
         if len(visit.stock) >= count or visit.ended or self._agent.is_retired:
             return
         count = max(count, RESTOCK) - len(visit.stock)
