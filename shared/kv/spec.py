@@ -88,5 +88,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def spec_difference(ours: CacheSpec, theirs: CacheSpec) -> str:
     """The differing fields with both values, as ``dtype: float32 here, bfloat16 there``; empty when equal."""
+    if ours == theirs:  # each worker that registers is compared with all others
+        return ""
     left, right = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
     return "; ".join(f"{name}: {left[name]} here, {right[name]} there" for name in left if left[name] != right[name])
