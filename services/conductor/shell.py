@@ -140,6 +140,7 @@ class ConductorShell:
             return
         self._exported.placed(answer.prefill, answer.decode)
         metrics.CONDUCTOR_PREDICTED_TTFT_SECONDS.observe(answer.predicted_ttft_s)
+        metrics.CONDUCTOR_PREDICTED_TBT_SECONDS.observe(answer.predicted_tbt_s)
         metrics.CONDUCTOR_PREDICTED_HIT_TOKENS.inc(answer.hit_tokens)
 
     async def _watch(self) -> None:
@@ -177,12 +178,25 @@ def _answered(answer: Placement | Rejection) -> dict[str, str | int | float]:
 
 
 def _observe_outcome(done: RequestDone, conductor: str) -> None:
-    """What became of a promise; only of our own, so that sums over conductors are right."""
-    if done.conductor != conductor or done.ttft_s is None:
+    """What became of a promise; only of our own, so that sums over conductors are right.
+
+    The first token is counted from the promise on: what a former attempt took is not this one's fault.
+    """
+    placed = done.decisions[-1] if done.decisions else None
+    if done.conductor != conductor or done.ttft_s is None or placed is None or not isinstance(placed.answer, Placement):
         return
-    metrics.CONDUCTOR_ACTUAL_TTFT_SECONDS.observe(done.ttft_s)
-    metrics.CONDUCTOR_TTFT_ERROR_SECONDS.observe(done.ttft_s - done.predicted_ttft_s)
+    promised, ttft_s = placed.answer, done.ttft_s - placed.at_s
+    metrics.CONDUCTOR_ACTUAL_TTFT_SECONDS.observe(ttft_s)
+    metrics.CONDUCTOR_TTFT_ERROR_SECONDS.observe(ttft_s - promised.predicted_ttft_s)
     metrics.CONDUCTOR_ACTUAL_HIT_TOKENS.inc(done.hit_tokens)
+    off = [("ttft", ttft_s, promised.predicted_ttft_s, promised.predicted_ttft_s),
+           ("hit_tokens", done.hit_tokens, promised.hit_tokens, done.prompt_tokens)]
+    if done.tbt_s is not None:
+        metrics.CONDUCTOR_ACTUAL_TBT_SECONDS.observe(done.tbt_s)
+        off.append(("tbt", done.tbt_s, promised.predicted_tbt_s, promised.predicted_tbt_s))
+    for of, actual, predicted, whole in off:
+        if whole > 0:
+            metrics.CONDUCTOR_PREDICTION_ERROR.labels(of=of, outcome=done.outcome).observe((actual - predicted) / whole)
 
 
 class _Export:

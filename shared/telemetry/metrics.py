@@ -12,6 +12,7 @@ _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 6
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ERROR_SHARE = (-0.9, -0.75, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10)
 _ERROR_S = (-10, -5, -2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 # Bus: every service.
@@ -54,9 +55,18 @@ CONDUCTOR_DECISION_SECONDS = Histogram("moonbus_conductor_decision_seconds", "Ti
 CONDUCTOR_PREDICTED_TTFT_SECONDS = Histogram(
     "moonbus_conductor_predicted_ttft_seconds", "TTFT promised at placement.", buckets=_LATENCY_S)
 CONDUCTOR_ACTUAL_TTFT_SECONDS = Histogram(
-    "moonbus_conductor_actual_ttft_seconds", "TTFT of placed requests as they ended.", buckets=_LATENCY_S)
+    "moonbus_conductor_actual_ttft_seconds", "First token of placed requests, from their last placement on.",
+    buckets=_LATENCY_S)
 CONDUCTOR_TTFT_ERROR_SECONDS = Histogram(
-    "moonbus_conductor_ttft_error_seconds", "Actual minus predicted TTFT.", buckets=_ERROR_S)
+    "moonbus_conductor_ttft_error_seconds", "Actual minus predicted TTFT, both from the placement on.", buckets=_ERROR_S)
+CONDUCTOR_PREDICTED_TBT_SECONDS = Histogram(
+    "moonbus_conductor_predicted_tbt_seconds", "TBT promised at placement.", buckets=_GAP_S)
+CONDUCTOR_ACTUAL_TBT_SECONDS = Histogram(
+    "moonbus_conductor_actual_tbt_seconds", "Mean TBT of placed requests as they ended.", buckets=_GAP_S)
+CONDUCTOR_PREDICTION_ERROR = Histogram(
+    "moonbus_conductor_prediction_error_ratio",
+    "Actual minus predicted, of each ended request that got a first token, by outcome: TTFT and TBT as a share of what "
+    "was predicted, hit tokens as a share of the prompt.", ["of", "outcome"], buckets=_ERROR_SHARE)
 CONDUCTOR_PREDICTED_HIT_TOKENS = Counter(
     "moonbus_conductor_predicted_hit_tokens_total", "Prompt tokens placements expected to reuse.")
 CONDUCTOR_ACTUAL_HIT_TOKENS = Counter(

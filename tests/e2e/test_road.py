@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from services import cli
 from shared.bus.subjects import LINEAGE
 from shared.messages import LineageQuery, LineageReply
 from tests.support.eventually import eventually
@@ -194,6 +195,33 @@ async def test_the_catalog_tells_a_prefix_from_its_root(stack: RunningStack) -> 
     assert {block.request for block in reply.blocks} == {reply.blocks[0].request} != {""}
     sources = {r.source for block in reply.blocks for r in block.replicas if r.worker == moved.prefill}
     assert sources and "" not in sources
+
+
+async def test_a_request_and_a_rejection_explain_themselves(
+        stack: RunningStack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    async def explained(name: str) -> str:
+        def run() -> None:
+            with pytest.raises(SystemExit):
+                cli.main(["explain", name, "--nats-url", stack.state.nats_url])
+
+        await asyncio.to_thread(run)
+        return " ".join(capsys.readouterr().out.split())
+
+    placed = await ask(stack, "Explained. " + TEXT)
+    name = placed.headers["x-moonbus-request-id"]
+    text: str = await eventually(lambda: explained(name), "the catalog knows the request", timeout_s=20)
+    assert f"prefill on {placed.prefill}, decode on {placed.headers['x-moonbus-decode-worker']}" in text
+    assert f"→ {placed.prefill} 0 0" in text and "TTFT from here" in text
+    async with httpx.AsyncClient() as client:
+        reply = await client.post(f"{stack.url}/v1/completions", timeout=30, headers={"x-moonbus-ttft-slo-ms": "0.001"},
+                                  json={"model": stack.model, "prompt": TEXT, "max_tokens": 1})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "ttft")
+    name = reply.headers["x-moonbus-request-id"]
+    text = await eventually(lambda: explained(name), "the catalog knows the rejection", timeout_s=20)
+    assert "rejected with code ttft, try again after" in text and "the first token is predicted after" in text
+    assert "prefill-1" in text and "prefill-2" in text
 
 
 @pytest.mark.parametrize(("body", "status", "says"), [

@@ -19,10 +19,23 @@ from opentelemetry import context as trace_context
 
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats import NatsBus
-from shared.bus.subjects import HELLO, KV_EVICTED, KV_STORED, KV_SYNC, LOAD, PLACE, PLACED, REFUSE, ROLLCALL, WORKERS
-from shared.ids import BlockKey, HostId, Incarnation, RequestId, WorkerId
+from shared.bus.subjects import (
+    DONE,
+    HELLO,
+    KV_EVICTED,
+    KV_STORED,
+    KV_SYNC,
+    LOAD,
+    PLACE,
+    PLACED,
+    REFUSE,
+    ROLLCALL,
+    WORKERS,
+)
+from shared.ids import BlockKey, GatewayId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import CacheSpec, block_keys, pack_keys, root_key
 from shared.messages import (
+    Decision,
     Endpoint,
     Evicted,
     Hello,
@@ -30,6 +43,7 @@ from shared.messages import (
     Load,
     Placement,
     PlaceRequest,
+    RequestDone,
     Role,
     Since,
     SnapshotPage,
@@ -282,6 +296,24 @@ async def test_replicas_hear_each_others_decisions(
     for conductor in conductors:
         await eventually(partial(_is, conductor, "moonbus_conductor_in_flight_requests", 12.0))
     await listening.close()
+
+
+async def test_what_was_promised_is_held_against_what_came_of_it(
+    start: Start, workers: dict[str, ScriptedWorker], nats_bus: NatsBus, eventually: Eventually,
+) -> None:
+    conductor = await start(conductor_id="c1")
+    promised = await place(nats_bus, "r1", chain(70, 4))
+    await nats_bus.publish(DONE.at(), RequestDone(
+        request=RequestId("r1"), gateway=GatewayId("g"), model="toy", spec=SPEC.digest, tenant="t", received_at_s=0.0,
+        outcome="ok", prompt_tokens=promised.hit_tokens + 69, hit_tokens=promised.hit_tokens, conductor="c1",
+        ttft_s=0.5 + 2 * promised.predicted_ttft_s, tbt_s=0.8 * promised.predicted_tbt_s, completion_tokens=3,
+        decisions=[Decision(attempt=0, at_s=0.5, answer=promised)]))
+    error = "moonbus_conductor_prediction_error_ratio"
+    for of, above, up_to in (("ttft", "0.5", "2.0"), ("tbt", "-0.25", "-0.1"), ("hit_tokens", "-0.05", "0.0")):
+        await eventually(partial(_is, conductor, f'{error}_bucket{{le="{up_to}",of="{of}",outcome="ok"}}', 1.0))
+        assert await _is(conductor, f'{error}_bucket{{le="{above}",of="{of}",outcome="ok"}}', 0.0)
+    for name in ("predicted_tbt", "actual_tbt", "predicted_ttft", "actual_ttft"):
+        assert await _is(conductor, f"moonbus_conductor_{name}_seconds_count", 1.0)
 
 
 async def test_decisions_are_spans_of_the_askers_trace(
