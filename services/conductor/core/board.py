@@ -7,6 +7,7 @@ the two together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,13 +24,15 @@ Mask = npt.NDArray[np.bool_]
 """Some of the workers."""
 
 _FEW_WAITING = 8
-"""Room for so many in each queue to begin with."""
+"""Room for so many in each queue to begin with, the one that is computed counted in."""
 _MARGIN_S = 0.5
 """Who would be left with less than this to spare would be late."""
 _LATE_S = 5.0
 """Who will be later than this is late anyway."""
-_NOBODY = np.inf
-"""Rank of a place in a queue where nobody is; what it would take is not looked at."""
+_NOBODY = np.array([[math.inf], [0.0], [math.inf]])
+"""A place in a queue where nobody is: rank, seconds of computing, seconds to spare."""
+_SINCE = 9
+"""Row of a prefill board: when the one that is computed was placed; see ``_since_s``."""
 
 
 class _Board:
@@ -53,7 +56,8 @@ class _Board:
             return False
         workers, cells_of = self.workers, self._cells_of
         if self._versions:
-            places = [place for place, old in enumerate(self._versions) if versions[place] != old]
+            pairs = zip(self._versions, versions, strict=True)
+            places = [place for place, (old, new) in enumerate(pairs) if old != new]
             self._cells[:, places] = np.array([cells_of(workers[place]) for place in places]).T
         else:
             places = list(range(len(workers)))
@@ -88,10 +92,15 @@ class PrefillBoard(_Board):
         self.order = workers[0].order
         """Of all of them."""
         self._is_explained = True
-        #: of those that wait, by worker and in their order: rank, seconds of computing, seconds to spare
-        self._waiting = np.full((3, len(workers), _FEW_WAITING), _NOBODY)
-        self._lengths = [0] * len(workers)
-        self._longest = 0
+        #: (rank, seconds of computing, seconds to spare) × place in the queue × worker: first the one that is computed,
+        #: whose first two change with time and are written when asked for, then those that wait, in their order
+        self._queues = np.empty((3, _FEW_WAITING, len(workers)))
+        self._queues[:] = _NOBODY[:, :, None]
+        self._lengths = [1] * len(workers)
+        self._longest = 1
+        self._count = np.zeros(len(workers))
+        """Requests in each queue."""
+        self.block_tokens, self.block_bytes = workers[0].hello.spec.block_tokens, workers[0].hello.spec.block_bytes
 
     def refresh(self) -> bool:
         """See :meth:`_Board.refresh`."""
@@ -101,20 +110,23 @@ class PrefillBoard(_Board):
         return is_new
 
     def _read(self, places: Sequence[int]) -> None:
+        since_s, lengths = self._rows[_SINCE], self._lengths
         for place in places:
-            waiting = self.workers[place].burden.waiting
-            length, before = len(waiting), self._lengths[place]
-            if length > self._waiting.shape[2]:
-                wider = np.full((3, len(self.workers), 2 * length), _NOBODY)
-                wider[:, :, :self._waiting.shape[2]] = self._waiting
-                self._waiting = wider
-            row = self._waiting[:, place]
-            if length:
-                row[:, :length] = np.array(waiting).T
-            if before > length:
-                row[:, length:before] = _NOBODY
-            self._lengths[place] = length
-        self._longest = max(self._lengths)
+            burden = self.workers[place].burden
+            end, before = 1 + len(burden.waiting), lengths[place]
+            if end > self._queues.shape[1]:
+                wider = np.empty((3, 2 * end, len(self.workers)))
+                wider[:] = _NOBODY[:, :, None]
+                wider[:, :self._queues.shape[1]] = self._queues
+                self._queues = wider
+            if end > 1:
+                self._queues[:, 1:end, place] = np.array(burden.waiting).T
+            if before > end:
+                self._queues[:, end:before, place] = _NOBODY
+            self._queues[2, 0, place] = burden.first_spare_s
+            lengths[place] = end
+            self._count[place] = end - (since_s[place] == math.inf)
+        self._longest = max(lengths)
 
     def queue_s(self, now: float) -> Column:
         """As ``Worker.queue_s``."""
@@ -123,19 +135,12 @@ class PrefillBoard(_Board):
 
     def line(self, prefill_s: Column, now: float) -> Line:
         """Where a prompt comes that needs so many seconds of computing; as ``Worker.line``."""
-        front_s, order = self._front_s(now), self.order
-        rank = order.ranks(now, prefill_s)
-        queue_s: Column = np.zeros_like(rank)
-        delayed: Column = np.zeros_like(rank)
-        if self._longest:
-            ranks, lefts_s, _ = self._waiting[:, :, :self._longest]
-            goes_first = ranks <= rank[..., None]
-            queue_s = np.where(goes_first, lefts_s, 0.0).sum(axis=-1)
-            delayed = np.asarray(self._lengths) - goes_first.sum(axis=-1)
-        if order.is_preemptive:
-            stays = order.ranks(self._rows[9], front_s) <= rank
-            return Line(queue_s + np.where(stays, front_s, 0.0), delayed + (~stays & (front_s > 0)))
-        return Line(queue_s + front_s, delayed)
+        ranks, lefts_s, _ = self._at(now)
+        rank = self.order.ranks(now, prefill_s)
+        if rank.ndim > 1:
+            ranks, lefts_s = ranks[:, None], lefts_s[:, None]
+        goes_first = ranks <= rank
+        return Line(np.add.reduce(goes_first * lefts_s), self._count - np.add.reduce(goes_first))
 
     def makes_late(self, prefill_s: Column, now: float) -> Mask:
         """Where a prompt that needs so many seconds of computing would make another one late.
@@ -143,18 +148,20 @@ class PrefillBoard(_Board):
         Predictions are not exact: who has little to spare, or is a little late, is not made to wait either. Who is
         late anyway holds up nobody.
         """
-        ranks, _, spare_s = self._waiting[:, :, :max(self._longest, 1)]
-        rank = self.order.ranks(now, prefill_s)
-        after_s = prefill_s + _MARGIN_S
-        late: Mask = ((ranks > rank[..., None]) & (spare_s > -_LATE_S) & (spare_s < after_s[..., None])).any(axis=-1)
-        if self.order.is_preemptive:
-            since_s, front_spare_s = self._rows[9:11]
-            makes_way = self.order.ranks(since_s, self._front_s(now)) > rank
-            late |= makes_way & (front_spare_s > -_LATE_S) & (front_spare_s < after_s)
+        ranks, _, spares_s = self._at(now)
+        late: Mask = ((ranks > self.order.ranks(now, prefill_s)) & (spares_s > -_LATE_S)
+                      & (spares_s < prefill_s + _MARGIN_S)).any(axis=0)
         return late
 
+    def _at(self, now: float) -> npt.NDArray[np.float64]:
+        """The queues as they are now."""
+        queues = self._queues[:, :self._longest]
+        queues[1, 0] = front_s = self._front_s(now)
+        queues[0, 0] = self.order.ranks(self._rows[_SINCE], front_s)
+        return queues
+
     def _front_s(self, now: float) -> Column:
-        """What is left of the one that is computed, and of what nobody can explain."""
+        """What is left of the one that is computed, with what nobody can explain."""
         _, first_end_s, first_least_s, unexplained_end_s = self._rows[:4]
         front_s: Column = np.maximum(first_end_s - now, first_least_s)
         if not self._is_explained:
@@ -179,12 +186,13 @@ class DecodeBoard(_Board):
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__(workers, _decode_cells)
+        self.full: set[int] = set()
+        """Places of those whose batch is full."""
 
-    @property
-    def batch(self) -> Column:
-        """Requests decoding or on their way."""
-        batch: Column = self._rows[0]
-        return batch
+    def _read(self, places: Sequence[int]) -> None:
+        for place in places:
+            worker = self.workers[place]
+            (self.full.add if worker.batch() >= worker.hello.max_running else self.full.discard)(place)
 
     @property
     def free_blocks(self) -> Column:
@@ -200,8 +208,11 @@ class DecodeBoard(_Board):
 
     def step_s(self, num_tokens: int, *, costs: Costs | None = None) -> Column:
         """A step with one more request of so many tokens, those on their way counted in; by own costs or by these."""
+        if costs is None:
+            own_s: Column = self._rows[7] + self._rows[6] * num_tokens
+            return own_s
         batch, context_tokens, _, max_running = self._rows[:4]
-        fixed_s, request_s, token_s = self._rows[4:7] if costs is None else costs.decode
+        fixed_s, request_s, token_s = costs.decode
         step_s: Column = (fixed_s + request_s * np.minimum(batch + 1.0, max_running)
                           + token_s * (context_tokens + num_tokens))
         return step_s
@@ -213,10 +224,19 @@ def _prefill_cells(worker: Worker) -> tuple[float, ...]:
     return (burden.behind_s, burden.first_left_s + burden.first_since_s, burden.first_least_s,
             burden.unexplained_s + worker.load_s if burden.unexplained_s else 0.0, *costs.prefill,
             fixed_s + byte_s * burden.receiving_bytes, byte_s,
-            burden.front.placed_s if burden.front is not None else 0.0, burden.first_spare_s, worker.taught_s)
+            _since_s(worker), worker.taught_s)
+
+
+def _since_s(worker: Worker) -> float:
+    """When the one was placed that is computed; nobody takes over from what only the worker knows, or where nobody
+    does at all, and where nothing is computed there is nobody to take over from."""
+    burden = worker.burden
+    if burden.front is None:
+        return -math.inf if burden.unexplained_s else math.inf
+    return burden.front.placed_s if worker.order.is_preemptive else -math.inf
 
 
 def _decode_cells(worker: Worker) -> tuple[float, ...]:
-    burden = worker.burden
-    return (burden.batch, burden.context_tokens, burden.free_blocks, worker.hello.max_running, *worker.costs.decode,
-            worker.taught_s)
+    burden, costs, most = worker.burden, worker.costs, worker.hello.max_running
+    return (burden.batch, burden.context_tokens, burden.free_blocks, most, *costs.decode,
+            costs.step_s(batch=min(burden.batch + 1, most), context_tokens=burden.context_tokens), worker.taught_s)

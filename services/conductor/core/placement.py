@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from services.conductor.core.board import Column, DecodeBoard, Mask, PrefillBoard
@@ -41,7 +42,7 @@ from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
 from shared.ids import ConductorId, SpecDigest, WorkerId
-from shared.messages import Candidate, Placement, PlaceRequest, Rejection, Source
+from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
 
 _MOST_PULLS = 12
 """Workers for which pulls are put together, those first that could gain most."""
@@ -112,6 +113,10 @@ class _Option:
         """Predicted seconds to the first token."""
         return self.queue_s + self.transfer_s + self.prefill_s
 
+    def is_in_time(self, slo_s: float) -> bool:
+        """Whether it is fast enough even if the queue takes longer than predicted."""
+        return self.ttft_s + _DOUBT * self.queue_s <= slo_s
+
     @property
     def fetched_blocks(self) -> int:
         """Blocks pulled."""
@@ -132,26 +137,15 @@ class _Decode:
     tbt_s: float
     own_blocks: int
 
+    def candidate(self) -> DecodeCandidate:
+        """As it is reported."""
+        return DecodeCandidate(self.worker.id, self.tbt_s, self.own_blocks)
 
-@dataclass
-class _Field:
-    """All prefill workers, side by side, for one request. Arrays have a cell for each worker of the board."""
 
-    board: PrefillBoard
-    covered: int
-    """Leading blocks each of which some sender has."""
-    own: list[int]
-    """Leading blocks each worker has."""
-    unmade: Mapping[WorkerId, int]
-    """Of those promised more than they hold: leading blocks they hold."""
-    queue_s: Column
-    """Without pulls, as the next two."""
-    delayed: Column
-    """Requests it makes wait longer."""
-    ranked_s: Column
-    """Seconds of computing by which it is ranked."""
-    alone_s: Column
-    """Computing what it has not."""
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What pulls can bring at best, of all prefill workers side by side."""
+
     bound_s: Column
     """At least what pulling costs in all."""
     rest_s: Column
@@ -160,31 +154,59 @@ class _Field:
     """At least what pulling that much takes."""
     is_worth: Mask
     """Whether pulling may pay."""
+
+
+@dataclass(slots=True)
+class _Field:
+    """All prefill workers, side by side, for one request. Arrays have a cell for each worker of the board."""
+
+    board: PrefillBoard
+    match: Match
+    own: Column
+    """Leading blocks each worker has, or is promised."""
+    queue_s: Column
+    """Without pulls, as the next five."""
+    delays_s: Column
+    """What it makes others wait longer, all together."""
+    ranked_s: Column
+    """Seconds of computing by which it is ranked."""
+    prefill_s: Column
+    """Computing what it has not."""
+    is_doubted: bool
+    """Whether some are thought faster than their own costs say."""
+    alone_s: Column
+    """What it costs: its time to first token, and what others wait longer."""
+    reach: _Reach | None
+    """``None`` when there is nothing to pull."""
     is_open: Mask | None
     """Whose queue is short enough; ``None`` when all are."""
     regard: float
     cost_s: Column
-    """Of the best way known: its time to first token, and what others wait longer."""
-    ttft_s: Column
-    """Of that way."""
-    waits_s: Column
-    """Of that, the queue."""
+    """Of the best way known."""
     pulls: dict[int, _Option] = field(default_factory=dict)
     """{place on the board: the best way with pulls}, of those that were looked at."""
 
     def alone(self, place: int) -> _Option:
         """Without pulls."""
-        return _Option(self.board.workers[place], self.own[place], float(self.queue_s[place]),
-                       float(self.alone_s[place]), float(self.delayed[place] * self.alone_s[place]),
-                       float(self.ranked_s[place]))
+        return _Option(self.board.workers[place], int(self.own[place]), float(self.queue_s[place]),
+                       float(self.prefill_s[place]), float(self.delays_s[place]), float(self.ranked_s[place]))
 
     def take(self, place: int, pull: _Option) -> float:
         """A way with pulls; answers what it costs."""
+        if not self.pulls:
+            self.cost_s = self.alone_s.copy()
         self.pulls[place] = pull
         cost_s = pull.ttft_s + self.regard * pull.delays_s
         if cost_s < self.cost_s[place]:
-            self.cost_s[place], self.ttft_s[place], self.waits_s[place] = cost_s, pull.ttft_s, pull.queue_s
+            self.cost_s[place] = cost_s
         return cost_s
+
+    def in_time(self, slo_s: float) -> Mask:
+        """Where the best way is fast enough."""
+        in_time: Mask = self.queue_s * (1 + _DOUBT) + self.prefill_s <= slo_s
+        for place in self.pulls:
+            in_time[place] = self.best(place).is_in_time(slo_s)
+        return in_time
 
     def ranks(self) -> Column:
         """Seconds of computing by which the best way is ranked."""
@@ -201,11 +223,11 @@ class _Field:
 
     def note(self, place: int) -> str:
         """Why nothing is pulled; empty where nothing could be."""
-        if self.own[place] >= self.covered or place in self.pulls:
+        missing = self.match.covered - int(self.own[place])
+        if missing <= 0 or self.reach is None or place in self.pulls:
             return ""
-        return (f"recomputes {self.covered - self.own[place]} blocks in "
-                f"{float(self.alone_s[place] - self.rest_s[place]):.3g} s: "
-                f"pulling them would take {float(self.pull_s[place]):.3g} s")
+        return (f"recomputes {missing} blocks in {float(self.prefill_s[place] - self.reach.rest_s[place]):.3g} s: "
+                f"pulling them would take {float(self.reach.pull_s[place]):.3g} s")
 
 
 class Placer:
@@ -228,35 +250,36 @@ class Placer:
         if options.is_open is not None and not options.is_open.any():
             return reasons.queues_full(float(options.queue_s.min()), self._policy.max_queue_s,
                                        self._candidates(options))
-        self._pull(ask, cluster, options, match, now)
+        self._pull(ask, cluster, options, now)
         ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
-        in_time = None if ttft_slo_s is None else options.ttft_s + _DOUBT * options.waits_s <= ttft_slo_s
+        in_time = None if ttft_slo_s is None else options.in_time(ttft_slo_s)
         candidates = self._candidates(options)
         if in_time is not None and in_time.any():
             harmless = in_time & ~options.board.makes_late(options.ranks(), now)
             in_time = harmless if harmless.any() else in_time
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
-        if decode is None:
+        if not decode:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates)
-        if ttft_slo_s is not None and prefill.ttft_s + _DOUBT * prefill.queue_s > ttft_slo_s:
+        if ttft_slo_s is not None and not prefill.is_in_time(ttft_slo_s):
             return reasons.ttft(prefill.ttft_s, prefill.queue_s, ttft_slo_s, candidates)
         tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
-        if tbt_slo_s is not None and decode.tbt_s > tbt_slo_s:
-            return reasons.tbt(decode.tbt_s, tbt_slo_s, decode.worker, candidates)
+        if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
+            return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates)
         return self._placement(ask, prefill, decode, candidates)
 
-    def _placement(self, ask: PlaceRequest, prefill: _Option, decode: _Decode,
+    def _placement(self, ask: PlaceRequest, prefill: _Option, decode: Sequence[_Decode],
                    candidates: list[Candidate]) -> Placement:
         hit_blocks = prefill.own_blocks + prefill.fetched_blocks
         return Placement(
             request=ask.request, attempt=ask.attempt, conductor=self._conductor,
             prefill=prefill.worker.id, prefill_incarnation=prefill.worker.hello.incarnation,
-            decode=decode.worker.id, decode_incarnation=decode.worker.hello.incarnation,
+            decode=decode[0].worker.id, decode_incarnation=decode[0].worker.hello.incarnation,
             own_blocks=prefill.own_blocks, sources=list(prefill.sources),
             hit_tokens=hit_blocks * prefill.worker.hello.spec.block_tokens,
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
-            predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode.tbt_s, candidates=candidates,
+            predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode[0].tbt_s, candidates=candidates,
+            decode_candidates=[one.candidate() for one in decode],
             ranked_s=0.0 if prefill.ranked_s == prefill.prefill_s else prefill.ranked_s)
 
     # What workers' paces are worth
@@ -289,15 +312,12 @@ class Placer:
     def _field(self, ask: PlaceRequest, board: PrefillBoard, match: Match, now: float) -> _Field:
         """Everything that needs no pull to be put together."""
         board.refresh()
-        spec, covered = board.workers[0].hello.spec, match.covered
-        own = [0] * len(board.workers)
-        for worker, blocks in match.own.items():
-            if (place := board.places.get(worker)) is not None:
-                own[place] = blocks
-        hit_blocks = np.empty((2, len(own)))  # alone; with all that can be pulled
-        hit_blocks[0] = own
-        np.maximum(hit_blocks[0], covered, out=hit_blocks[1])
-        hit_tokens = hit_blocks * spec.block_tokens
+        own, may_pull = _leading(board, match.own), match.covered > 0
+        hits = np.empty((2, len(own))) if may_pull else own  # alone; with all that can be pulled
+        if may_pull:
+            hits[0] = own
+            np.maximum(own, match.covered, out=hits[1])
+        hit_tokens = hits * board.block_tokens
         prefill_s = board.prefill_s(ask.num_tokens, hit_tokens)
         is_old, known = self._doubted("prefill", board, now)
         if is_old is not None and known is not None:
@@ -307,63 +327,71 @@ class Placer:
         for worker, blocks in match.unmade.items():  # until they are made, it is as long as without them
             if (place := board.places.get(worker)) is not None:
                 ranked_s = ranked_s.copy() if ranked_s is prefill_s else ranked_s
-                ranked_s[:, place] = board.workers[place].costs.prefill_s(
-                    num_tokens=ask.num_tokens, hit_tokens=blocks * spec.block_tokens)
+                ranked_s[..., place] = board.workers[place].costs.prefill_s(
+                    num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
         line = board.line(ranked_s, now)
-        regard = self._policy.regard
-        alone_s, rest_s = prefill_s
-        queue_s, rest_queue_s = line.queue_s
-        delayed, rest_delayed = line.delayed
-        pull_s = board.pull_s((hit_blocks[1] - hit_blocks[0]) * spec.block_bytes)
-        is_worth = alone_s - rest_s >= self._policy.fetch_gain * np.maximum(pull_s - rest_queue_s, _BESIDE * pull_s)
-        bound_s = np.maximum(rest_queue_s, pull_s) + rest_s * (1.0 + regard * rest_delayed)
-        is_open = None if queue_s.max() <= self._policy.max_queue_s else queue_s <= self._policy.max_queue_s
-        ttft_s = queue_s + alone_s
-        return _Field(board, covered, own, match.unmade, queue_s, delayed, ranked_s[0], alone_s, bound_s, rest_s,
-                      pull_s, is_worth, is_open, regard, ttft_s + regard * delayed * alone_s, ttft_s,
-                      queue_s.copy())
+        policy, reach = self._policy, None
+        regard = policy.regard
+        if may_pull:
+            ranked_s, (prefill_s, rest_s) = ranked_s[0], prefill_s
+            (queue_s, rest_queue_s), (delayed, rest_delayed) = line.queue_s, line.delayed
+            pull_s = board.pull_s((hits[1] - own) * board.block_bytes)
+            reach = _Reach(
+                np.maximum(rest_queue_s, pull_s) + rest_s * (1.0 + regard * rest_delayed), rest_s, pull_s,
+                prefill_s - rest_s >= policy.fetch_gain * np.maximum(pull_s - rest_queue_s, _BESIDE * pull_s))
+        else:
+            queue_s, delayed = line.queue_s, line.delayed
+        is_open = None if np.maximum.reduce(queue_s) <= policy.max_queue_s else queue_s <= policy.max_queue_s
+        delays_s = delayed * prefill_s
+        alone_s = queue_s + prefill_s + regard * delays_s
+        return _Field(board, match, own, queue_s, delays_s, ranked_s, prefill_s, is_old is not None, alone_s, reach,
+                      is_open, regard, alone_s)
 
-    def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, now: float) -> None:
+    def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
-        may_win = options.is_worth if options.is_open is None else options.is_worth & options.is_open
-        if not may_win.any():
+        reach, is_open = options.reach, options.is_open
+        if reach is None:
             return
-        cost_s = options.cost_s if options.is_open is None else options.cost_s[options.is_open]
-        best_s = float(cost_s.min()) * (1 + self._policy.tie)
-        bound_s = np.where(may_win, options.bound_s, np.inf)
-        for place in np.argsort(bound_s, kind="stable")[:_MOST_PULLS].tolist():
+        tied = 1 + self._policy.tie
+        may_win, cost_s = reach.is_worth, options.cost_s
+        if is_open is not None:
+            may_win, cost_s = may_win & is_open, cost_s[is_open]
+        best_s = float(np.minimum.reduce(cost_s)) * tied
+        bound_s = np.where(may_win, reach.bound_s, np.inf)
+        for _ in range(_MOST_PULLS):
+            place = int(bound_s.argmin())
             if bound_s[place] > best_s:
                 break
-            pull = self._chain(ask, cluster, options, match, place, now)
+            bound_s[place] = np.inf
+            pull = self._chain(ask, cluster, options, place, now)
             if pull is not None:
-                best_s = min(best_s, options.take(place, pull) * (1 + self._policy.tie))
+                best_s = min(best_s, options.take(place, pull) * tied)
 
-    def _chain(self, ask: PlaceRequest, cluster: Cluster, options: _Field, match: Match, place: int,
-               now: float) -> _Option | None:
+    def _chain(self, ask: PlaceRequest, cluster: Cluster, options: _Field, place: int, now: float) -> _Option | None:
         """The best chain of pulls on a worker; ``None`` when computing is about as fast."""
-        worker = options.board.workers[place]
-        spec, own = worker.hello.spec, int(options.own[place])
-        unmade = own - options.unmade.get(worker.id, own)
-        best: _Option | None = None
-        sources: list[Source] = []
-        best_s, end = float("inf"), own
+        board, match, policy = options.board, options.match, self._policy
+        worker, own, alone_s = board.workers[place], int(options.own[place]), float(options.prefill_s[place])
+        costs, num_tokens, block_tokens = worker.costs, ask.num_tokens, board.block_tokens
+        unmade = own - match.unmade.get(worker.id, own)
         # what its own costs say too much of all it has to compute, they say of a part of it
-        doubt = float(options.alone_s[place]) / worker.costs.prefill_s(
-            num_tokens=ask.num_tokens, hit_tokens=own * spec.block_tokens)
-        while len(sources) < self._policy.max_sources:
+        doubt = 1.0 if not options.is_doubted else alone_s / costs.prefill_s(
+            num_tokens=num_tokens, hit_tokens=own * block_tokens)
+        best: _Option | None = None
+        best_s, end = float("inf"), own
+        sources: list[Source] = []
+        while len(sources) < policy.max_sources:
             source = self._longest(worker, cluster, match, end)
             if source is None:
                 break
             sources.append(source)
             end = source.first_block + source.num_blocks
             ahead_bytes, same_host = cluster.link(worker, sources)
-            transfer_s = worker.costs.transfer_s((end - own) * spec.block_bytes + ahead_bytes,
-                                                 same_host=same_host is True)
-            prefill_s = doubt * worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=end * spec.block_tokens)
-            ranked_s = prefill_s if not unmade else worker.costs.prefill_s(
-                num_tokens=ask.num_tokens, hit_tokens=(end - unmade) * spec.block_tokens)
+            transfer_s = costs.transfer_s((end - own) * board.block_bytes + ahead_bytes, same_host=same_host is True)
+            prefill_s = doubt * costs.prefill_s(num_tokens=num_tokens, hit_tokens=end * block_tokens)
+            ranked_s = prefill_s if not unmade else costs.prefill_s(
+                num_tokens=num_tokens, hit_tokens=(end - unmade) * block_tokens)
             queue_s, delayed = worker.line(ranked_s, now)
-            if options.alone_s[place] - prefill_s < _price_s(transfer_s, queue_s) * self._policy.fetch_gain:
+            if alone_s - prefill_s < _price_s(transfer_s, queue_s) * policy.fetch_gain:
                 continue
             cost_s = max(queue_s, transfer_s) + prefill_s * (1.0 + options.regard * delayed)
             if cost_s < best_s:
@@ -390,55 +418,56 @@ class Placer:
         cost_s = options.cost_s if options.is_open is None else np.where(options.is_open, options.cost_s, np.inf)
         if in_time is not None and np.isfinite(in_time_s := np.where(in_time, cost_s, np.inf)).any():
             cost_s = in_time_s
-        equals = np.flatnonzero(cost_s <= cost_s.min() * (1 + self._policy.tie))
+        equals = (cost_s <= np.minimum.reduce(cost_s) * (1 + self._policy.tie)).nonzero()[0]
         return options.best(self._rng.choice(equals.tolist()))
 
     def _candidates(self, options: _Field) -> list[Candidate]:
         """The best ways, best first; the best one without pulls says why."""
-        most, workers, own = self._policy.candidates, options.board.workers, options.own
-        delays_s = options.delayed * options.alone_s
-        alone_s = options.queue_s + options.alone_s + options.regard * delays_s
-        places = alone_s.argpartition(most)[:most] if len(workers) > most else np.arange(len(workers))
-        best = int(places[alone_s[places].argmin()])
-        ways = [Candidate(workers[place].id, queue_s, 0.0, prefill_s, own[place], 0,
-                          options.note(place) if place == best else "", delay_s)
-                for place, queue_s, prefill_s, delay_s in zip(
-                    places.tolist(), options.queue_s[places].tolist(), options.alone_s[places].tolist(),
-                    delays_s[places].tolist(), strict=True)]
-        ways += [pull.candidate() for pull in options.pulls.values()]
-        regard = options.regard
-        ways.sort(key=lambda way: way.queue_s + way.transfer_s + way.prefill_s + regard * way.delays_s)
-        return ways[:most]
+        places = options.alone_s.argsort()[:self._policy.candidates]
+        workers = options.board.workers
+        ways = [Candidate(workers[place].id, queue_s, 0.0, prefill_s, int(own), 0, "", delays_s)
+                for place, own, queue_s, prefill_s, delays_s in zip(
+                    places.tolist(), *(column[places].tolist() for column in (
+                        options.own, options.queue_s, options.prefill_s, options.delays_s)), strict=True)]
+        if note := options.note(int(places[0])):
+            ways[0] = msgspec.structs.replace(ways[0], note=note)
+        if options.pulls:
+            ways += [pull.candidate() for pull in options.pulls.values()]
+            regard = options.regard
+            ways.sort(key=lambda way: way.queue_s + way.transfer_s + way.prefill_s + regard * way.delays_s)
+            del ways[self._policy.candidates:]
+        return ways
 
     # Decode
 
     def _decode(self, ask: PlaceRequest, board: DecodeBoard, match: Match, now: float,
-                ttft_s: float) -> _Decode | None:
-        """The one with the shortest step at the time the prefill is predicted to end."""
+                ttft_s: float) -> list[_Decode]:
+        """The one with the shortest step at the time the prefill is predicted to end, then the others that were looked
+        at, best first; nobody when there is no room."""
         board.refresh()
         workers = board.workers
         step_s = board.step_s(ask.num_tokens)
         is_old, known = self._doubted("decode", board, now)
         if is_old is not None and known is not None:
             step_s = np.where(is_old, np.minimum(step_s, board.step_s(ask.num_tokens, costs=known)), step_s)
-        is_full = board.batch >= board.max_running
-        has_room = board.free_blocks >= workers[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant)
-        if is_full.any() or not has_room.all():
+        needed_blocks = workers[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant)
+        if board.full or np.minimum.reduce(board.free_blocks) < needed_blocks:
             wait_s = np.zeros(len(workers))
-            for place in np.flatnonzero(is_full).tolist():
+            for place in board.full:
                 wait_s[place] = workers[place].slot_wait_s(now)
-            wait_s[~has_room] = np.inf
+            wait_s[board.free_blocks < needed_blocks] = np.inf
             least_s = wait_s.min()
             if least_s > self._policy.max_queue_s:
-                return None
+                return []
             step_s[wait_s > least_s] = np.inf
-        limit_s = step_s.min() * (1 + self._policy.tie)
-        places = np.flatnonzero(step_s <= limit_s).tolist()
-        if len(places) > _MOST_FUTURES:
+        places = step_s.argsort().tolist()
+        limit_s = step_s[places[0]] * (1 + self._policy.tie)
+        if len(places) > _MOST_FUTURES and step_s[places[_MOST_FUTURES]] <= limit_s:
+            places = (step_s <= limit_s).nonzero()[0].tolist()
             holders = [place for place in places if workers[place].id in match.own]
             places = [*holders[:_MOST_FUTURES], *self._rng.sample(places, _MOST_FUTURES)]
         else:
-            places = [place for place in np.argsort(step_s)[:_MOST_FUTURES].tolist() if step_s[place] < np.inf]
+            places = [place for place in places[:_MOST_FUTURES] if step_s[place] < np.inf]
         found = []
         for place in places:
             worker = workers[place]
@@ -451,7 +480,19 @@ class Placer:
         limit_s = min(one.tbt_s for one in found) * (1 + self._policy.tie)
         equally = [one for one in found if one.tbt_s <= limit_s]
         most = max(one.own_blocks for one in equally)
-        return self._rng.choice([one for one in equally if one.own_blocks == most])
+        chosen = self._rng.choice([one for one in equally if one.own_blocks == most])
+        found.sort(key=lambda one: (one is not chosen, one.tbt_s))
+        return found
+
+
+def _leading(board: PrefillBoard, blocks: Mapping[WorkerId, int]) -> Column:
+    """Leading blocks of each worker of the board, of those given and, for the others, none."""
+    leading = np.zeros(len(board.workers))
+    found = [(place, count) for worker, count in blocks.items() if (place := board.places.get(worker)) is not None]
+    if found:
+        at, counts = zip(*found, strict=True)
+        leading[list(at)] = counts
+    return leading
 
 
 def _price_s(transfer_s: float, queue_s: float) -> float:

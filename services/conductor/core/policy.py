@@ -39,7 +39,7 @@ class Policy:
     """Owners that one prompt pulls from at most."""
     tie: float = 0.02
     """Options this close to the best (relative) are equals; which one wins is drawn."""
-    candidates: int = 16
+    candidates: int = 8
     """Options reported with a decision, best first."""
     trust_s: float = 15.0
     """Time for which what was learnt of a worker's pace is taken as true. Older than that, a worker is thought no
