@@ -27,6 +27,9 @@ class Member:
     heard_s: float
     """Monotonic seconds of the last sign of life."""
     load: Load | None = None
+    """Its last heartbeat; of an elastic worker the last one of its home role."""
+    other_load: Load | None = None
+    """The last one of an elastic worker's other role."""
     state: State = "alive"
     draining: bool = False
     """It said in its last load that it takes no new work."""
@@ -37,6 +40,10 @@ class Member:
 
     def __post_init__(self) -> None:
         self.spec = self.hello.spec.digest
+
+    def does(self, role: str) -> bool:
+        """Whether it takes jobs of ``role``."""
+        return self.hello.role == role or (self.hello.elastic and role != "store")
 
     def said(self, hello: Hello) -> None:
         """It registers again, in the same life."""
@@ -118,7 +125,11 @@ class Membership:
             return [Unknown(load.worker)]
         if known.left:
             return []  # it said bye: a heartbeat that was under way does not revive it
-        known.load, known.draining = load, load.draining
+        known.draining = load.draining
+        if load.role == known.hello.role or not known.hello.elastic:
+            known.load = load
+        else:
+            known.other_load = load
         return self._heard(known, now=now)
 
     def bye(self, bye: Bye) -> list[Change]:
@@ -182,7 +193,7 @@ class Membership:
         return [
             member for _, member in sorted(self.members.items())
             if member.state == "alive" and not member.draining
-            and member.hello.role == role and member.spec == spec
+            and member.does(role) and member.spec == spec
         ]
 
     def specs(self) -> dict[str, Hello]:

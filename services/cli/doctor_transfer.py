@@ -192,7 +192,7 @@ def _rdma(settings: TransferSettings, asked: bool, sysfs: Path = verbs.SYSFS) ->
         return Finding(trouble, "rdma", found, "bring a link up; `rdma link` shows them")
     gid_index = settings.rdma_gid_index if settings.rdma_gid_index >= 0 else None
     try:
-        fabric = Fabric.open({}, devices=settings.rdma_devices, gid_index=gid_index,
+        fabric = Fabric.open(devices=settings.rdma_devices, gid_index=gid_index,
                              host=advertised_host(settings.host, settings.advertise))
     except verbs.VerbsError as error:
         return Finding(trouble, "rdma", f"{found}; {error.strerror}",
@@ -250,7 +250,8 @@ def explain(workers: Sequence[Hello]) -> Iterator[Finding]:
             return
         known = [path for path in allowed if path in RULES]
         for receiver in workers:
-            if sender.worker == receiver.worker or (sender.role, receiver.role) == ("decode", "decode"):
+            elastic = sender.elastic or receiver.elastic
+            if sender.worker == receiver.worker or (sender.role == receiver.role == "decode" and not elastic):
                 continue
             groups.setdefault(_answer(known, sender, receiver), []).append(f"{sender.worker} → {receiver.worker}")
     for (path, why), pairs in groups.items():

@@ -89,7 +89,8 @@ def plan_stack(settings: Settings, resources: Resources, *, python: str, socket_
     def worker(role: str, number: int) -> Unit:
         name = f"{role}-{number}"
         own = {"worker_id": name, "model": settings.model}
-        chosen = {"block_tokens": settings.block_tokens, "threads": threads, "pool_bytes": pool_bytes}
+        chosen = {"block_tokens": settings.block_tokens, "threads": threads, "pool_bytes": pool_bytes,
+                  "elastic": settings.elastic}
         omp = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         return service(name, role, after=("nats",), env=environment(role, own),
                        defaults={**environment(role, chosen), **meeting, **omp}, start_timeout_s=WORKER_START_S)

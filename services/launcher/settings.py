@@ -20,6 +20,7 @@ class Settings(StackSettings, frozen=True):
     prefill: Annotated[int, Meta(description="Number of prefill workers.", ge=1, le=64)] = 2
     decode: Annotated[int, Meta(description="Number of decode workers.", ge=1, le=64)] = 2
     store: Annotated[int, Meta(description="Number of store workers, which lend memory and compute nothing.", ge=0, le=64)] = 0
+    elastic: Annotated[bool, Meta(description="Prefill and decode workers take each other's jobs, as load asks for.")] = False
     host: Annotated[str, Meta(description="Address the gateway listens on.")] = "127.0.0.1"
     port: Annotated[
         int, Meta(description="Port the gateway listens on; 0 picks a free one.", ge=0, le=65535)

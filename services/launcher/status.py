@@ -114,6 +114,7 @@ def summary(stack: Stack, took_s: float) -> RenderableType:
     url, model = stack.gateway_url, stack.model.name
     facts = Table.grid(padding=(0, 2))
     workers = ", ".join(view.name for view in stack.supervisor.views() if view.service in ("prefill", "decode"))
+    workers += " (elastic)" if stack.settings.elastic else ""
     for name, value in (
         ("API", f"[bold]{url}/v1[/]"),
         ("Model", model),

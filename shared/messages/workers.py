@@ -113,6 +113,10 @@ class WorkerState(Part, frozen=True):
     indexed_blocks: int
     waiting_s: float = 0.0
     """Predicted seconds until a new prompt would start."""
+    other_load: Load | None = None
+    """Of an elastic worker: what it reported last of the role that is not its home."""
+    now: Role | None = None
+    """Of an elastic worker: the role it is given work for."""
 
 
 class WorkersReply(Message, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,19 +10,11 @@ import pytest
 import pytest_asyncio
 
 from shared.bus.nats import NatsBus
-from shared.engine.pull import pull
 from shared.ids import WorkerId
 from shared.messages import Refused, Reserved, Sampling
 from shared.transfer import TransferSettings
 from tests.support.eventually import Eventually
-from tests.support.workers import Asker, Workers, open_workers
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    pull("tiny-random", directory, lambda stage, done, total: None)
-    return directory
+from tests.support.workers import Asker, Workers, clean, open_workers, prompt
 
 
 @pytest_asyncio.fixture
@@ -32,17 +23,6 @@ async def workers(nats_url: str, cache: Path) -> AsyncIterator[Workers]:
         yield opened
         for worker in opened.everybody:
             worker.agent.pool.check_invariants()
-
-
-def prompt(length: int, seed: int = 1) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(5, 250) for _ in range(length)]
-
-
-def clean(workers: Workers) -> bool:
-    """Nobody holds anything of a request any more."""
-    return all(worker.agent.pool.statistics().private == 0 and worker.agent.pool.statistics().pinned == 0
-               for worker in workers.everybody)
 
 
 async def test_cold_warm_and_fetched_answers_are_the_same(workers: Workers, eventually: Eventually) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -164,6 +165,17 @@ class Workers:
     @property
     def everybody(self) -> list[Worker]:
         return [*self.prefills, *self.decodes]
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(5, 250) for _ in range(length)]
+
+
+def clean(workers: Workers) -> bool:
+    """Nobody holds anything of a request any more."""
+    return all(worker.agent.pool.statistics().private == 0 and worker.agent.pool.statistics().pinned == 0
+               for worker in workers.everybody)
 
 
 @asynccontextmanager

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
-import pytest
-
-from shared.engine.pull import pull
 from shared.kv import Tier
 from shared.store.settings import SsdSettings
 from tests.support.eventually import Eventually
-from tests.support.workers import open_workers
+from tests.support.workers import open_workers, prompt
 
 BLOCK_BYTES = 8192
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    pull("tiny-random", directory, lambda stage, done, total: None)
-    return directory
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(5, 250) for _ in range(length)]
 
 
 async def test_a_prefix_outlives_the_memory_and_the_process(

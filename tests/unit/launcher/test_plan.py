@@ -44,6 +44,13 @@ def test_workers_get_their_id_their_share_of_the_cores_and_of_the_memory() -> No
     assert unit.defaults["MOONBUS_DECODE_POOL_BYTES"] == str(2**30)
 
 
+@pytest.mark.parametrize(("own", "expected"), [({}, True), ({"MOONBUS_PREFILL_ELASTIC": "no"}, False)])
+def test_workers_are_elastic_unless_a_person_says_otherwise(own: dict[str, str], expected: bool) -> None:
+    assert not load(WorkerSettings, "prefill", env=dict(stack()["prefill-1"].defaults)).elastic
+    settings = load(WorkerSettings, "prefill", env={**stack(elastic=True)["prefill-1"].defaults, **own}, whole=False)
+    assert settings.elastic is expected
+
+
 @pytest.mark.parametrize("name", ["MOONBUS_TRANSFER_SOCKET_DIR", "MOONBUS_PREFILL_TRANSFER_SOCKET_DIR"])
 def test_workers_meet_in_one_directory_unless_a_person_names_another(name: str) -> None:
     unit = next(unit for unit in plan_stack(Settings(), MACHINE, python="python", socket_dir="/ours")

@@ -1,0 +1,159 @@
+"""Elastic workers that share requests among themselves: whoever was taken ends, whatever else was taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shared.errors import Bug
+from shared.ids import OperationId
+from shared.worker.room import Room
+
+TOTAL = 8
+
+
+@dataclass(eq=False)
+class Request:
+    name: OperationId
+    prompt: int
+    answer: int
+    """Blocks of the prompt, and of prompt and answer."""
+    held: int = 0
+    """Blocks it holds where it decodes."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A worker that keeps the room's promises and does nothing by itself."""
+
+    room: Room = field(default_factory=lambda: Room(TOTAL))
+    free: int = TOTAL
+    #: prompts without slots, and with
+    queue: list[Request] = field(default_factory=list)
+    computing: list[Request] = field(default_factory=list)
+    #: answers whose prompts are computed elsewhere, that run, that have lost their slots
+    reserved: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    evicted: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.room.answers_wait = lambda: bool(self.evicted)
+
+    def reserve(self, request: Request) -> bool:
+        if self.room.refuses_answer() or request.prompt > self.free:
+            return False
+        self.room.reserved(request.name, request.prompt)
+        self.free -= request.prompt
+        request.held = request.prompt
+        self.reserved.append(request)
+        return True
+
+    def forget(self, request: Request) -> None:
+        self.reserved.remove(request)
+        self.room.started(request.name)
+        self.free += request.held
+
+    def take(self, request: Request) -> bool:
+        if self.room.refuses_prompt(request.prompt):
+            return False
+        self.room.prompt_taken(request.name)
+        self.queue.append(request)
+        return True
+
+    def step(self, others: list[Node]) -> bool:
+        """One thing that this worker can do without anybody's leave; false when there is none."""
+        if self.queue and self.queue[0].prompt <= self.free:
+            request = self.queue.pop(0)
+            self.free -= request.prompt
+            self.room.prompt_served(request.name)
+            self.computing.append(request)
+            return True
+        if self.computing:
+            request = self.computing.pop(0)
+            self.free += request.prompt
+            decode = next(node for node in others if request in node.reserved)
+            decode.reserved.remove(request)
+            decode.room.started(request.name)
+            decode.running.append(request)
+            return True
+        if self.evicted:
+            request = self.evicted[0]
+            need = min(request.held + 1, request.answer)
+            if need + len(self.running) <= self.free:  # or it would be evicted again at once
+                self.evicted.remove(request)
+                request.held = need
+                self.free -= need
+                self.running.append(request)
+                return True
+        if self.running:
+            request = self.running[0]
+            if request.held == request.answer:
+                self.running.remove(request)
+                self.free += request.held
+            elif self.free:
+                self.free -= 1
+                request.held += 1
+            else:
+                victim = self.running.pop()
+                self.free += victim.held
+                self.evicted.insert(0, victim)
+            return True
+        return False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.free == TOTAL and not (self.queue or self.reserved or self.evicted)
+
+
+ASKS = st.lists(st.tuples(
+    st.integers(0, 2), st.integers(1, 2), st.integers(1, TOTAL), st.integers(0, TOTAL), st.integers(0, 3),
+    st.integers(0, 4)), max_size=40)
+
+
+@given(ASKS)
+def test_whoever_was_taken_ends(asks: list[tuple[int, int, int, int, int, int]]) -> None:
+    """Requests are reserved, and their prompts taken when others may have come between."""
+    nodes = [Node() for _ in range(3)]
+    under_way: list[tuple[int, Request, Node, Node]] = []
+    for number, (home, apart, prompt, more, later, steps) in enumerate([*asks, *([(0, 1, TOTAL + 1, 0, 0, 0)] * 4)]):
+        prefill, decode = nodes[home], nodes[(home + apart) % 3]
+        request = Request(OperationId(str(number)), prompt, min(prompt + more, TOTAL))
+        if decode.reserve(request):
+            under_way.append((number + later, request, prefill, decode))
+        for due in [entry for entry in under_way if entry[0] <= number]:
+            under_way.remove(due)
+            if not due[2].take(due[1]):
+                due[3].forget(due[1])
+        for step in range(steps):
+            nodes[(number + step) % 3].step(nodes)
+    for _ in range(2_000):
+        if not any([node.step(nodes) for node in nodes]):
+            break
+    assert all(node.is_idle for node in nodes)
+    assert all(node.room.reserved_blocks == 0 and not node.room.refuses_answer() for node in nodes)
+
+
+def test_a_worker_of_one_kind_meets_no_limit() -> None:
+    prefill, decode = Room(TOTAL), Room(TOTAL)
+    for number in range(20):
+        assert not prefill.refuses_prompt(TOTAL)
+        prefill.prompt_taken(OperationId(str(number)))
+        assert not decode.refuses_answer()
+        decode.reserved(OperationId(str(number)), TOTAL)
+
+
+def test_a_refusal_says_the_numbers() -> None:
+    room = Room(TOTAL)
+    assert room.refuses_prompt(9) == "it needs 9 of 8 blocks"
+    room.reserved(OperationId("answer"), 3)
+    assert room.refuses_prompt(6) == "it needs 6 of 8 blocks, 3 are reserved for answers"
+    assert room.refuses_prompt(5) == ""
+    room.answers_wait = lambda: True
+    assert room.refuses_prompt(5) == "an answer waits for memory"
+    room.prompt_taken(OperationId("prompt"))
+    assert room.refuses_answer() == "1 prompts wait for memory"
+    with pytest.raises(Bug):
+        room.reserved(OperationId("answer"), 3)
