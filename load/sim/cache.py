@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from shared.ids import BlockKey, Incarnation, OperationId, SpecDigest, WorkerId
 from shared.kv import Tier
 from shared.messages import KvEvent, StoredBlock
+from shared.store import policies
 from shared.store.blocks import BlockPool
 from shared.store.events import EventLog
 
@@ -25,8 +26,9 @@ class NodeCache:
     """The blocks of one life of one worker."""
 
     def __init__(self, worker: WorkerId, incarnation: Incarnation, spec: SpecDigest, *, dram_blocks: int,
-                 ssd_blocks: int, block_bytes: int, block_tokens: int, announce: Callable[[KvEvent], None]) -> None:
-        self._pool = BlockPool(dram_blocks)
+                 ssd_blocks: int, block_bytes: int, block_tokens: int, announce: Callable[[KvEvent], None],
+                 policy: str = policies.DEFAULT) -> None:
+        self._pool = BlockPool(dram_blocks, policies.make(policy))
         self._block_bytes, self._block_tokens, self._announce = block_bytes, block_tokens, announce
         #: {key: block} on the SSD, least recently used first
         self._ssd: OrderedDict[BlockKey, StoredBlock] = OrderedDict()

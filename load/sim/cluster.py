@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from load.sim.cache import NodeCache
-from load.sim.decode import DecodeNode
+from load.sim.decode import DecodeNode, room_tokens
 from load.sim.driver import VirtualDriver
 from load.sim.loop import Loop
 from load.sim.network import Network, Port
-from load.sim.node import Life
+from load.sim.node import Life, SharedGpus
 from load.sim.outcome import Outcomes
 from load.sim.prefill import PrefillNode
 from load.sim.profile import NodeProfile
 from load.sim.request import Job
 from services.conductor.core.machine import Conductor, Started
-from services.conductor.core.policies.registry import make_policy
+from services.conductor.core.policies.registry import OURS, make_policy
 from services.conductor.core.policy import Policy
 from shared.errors import UserError
 from shared.ids import ConductorId, GatewayId, HostId, Incarnation, WorkerId
@@ -41,6 +41,7 @@ from shared.messages import (
     Source,
 )
 from shared.order import Order
+from shared.store import policies
 
 _MOST_ATTEMPTS = 3
 _NOTICE_S = 3.0
@@ -67,8 +68,12 @@ class ClusterOptions:
     """Tokens of KV that a prefill node's DRAM caches; the profile's when ``None``."""
     ssd_tokens: int = 0
     """The same on its SSD."""
+    cache_policy: str = policies.DEFAULT
+    """What leaves a full cache first."""
     pipeline: int = 1
     """Prefill nodes that work as one, each chunk of a prompt passing through all of them."""
+    elastic: bool = False
+    """Whether every node can prefill and decode, and has the cache of a prefill node."""
     conductors: int = 1
     message_delay_s: float = 0.0005
     heartbeat_s: float = 2.0
@@ -112,6 +117,8 @@ class Cluster:
         self.ports: dict[str, Port] = {}
         self.prefill: dict[str, PrefillNode] = {}
         self.decode: dict[str, DecodeNode] = {}
+        #: {name: what its two sides share}, of elastic nodes, which are in both of the above
+        self._gpus: dict[str, SharedGpus] = {}
         self._lives: dict[str, int] = {}
         self._hellos: dict[str, Hello] = {}
         self._dead_busy_s = 0.0
@@ -161,31 +168,42 @@ class Cluster:
         life = self._lives[name] = self._lives.get(name, 0) + 1
         worker, incarnation = WorkerId(name), Incarnation(f"{name}/{life}")
         dram_tokens = profile.dram_tokens if options.dram_tokens is None else options.dram_tokens * scale
-        capacity = (dram_tokens if is_prefill else profile.vram_tokens) // options.block_tokens
+        blocks = dram_tokens // options.block_tokens
+        capacity = blocks if is_prefill and not options.elastic else (
+            room_tokens(profile, is_shared=options.elastic) // options.block_tokens)
         hello = self._hellos[name] = Hello(
             worker=worker, incarnation=incarnation, role="prefill" if is_prefill else "decode", spec=self._spec,
             endpoint=Endpoint(worker=worker, incarnation=incarnation, host=HostId(name)), capacity_blocks=capacity,
-            max_running=1 if is_prefill else profile.max_running, started_at_s=self.loop.now,
-            profile=profile.announced(nic_gbps))
+            max_running=1 if is_prefill and not options.elastic else profile.max_running, started_at_s=self.loop.now,
+            profile=profile.announced(nic_gbps), elastic=options.elastic)
         port = self.ports[name] = Port(profile.nic_bytes_per_s(nic_gbps))
-        place = Life(hello, port, delay_s=self._delay_s)
         self._tell(hello)
-        if is_prefill:
-            cache = NodeCache(worker, incarnation, self._digest, dram_blocks=capacity,
+        gpus = SharedGpus(self.loop, profile) if options.elastic else None
+        log = None
+        if is_prefill or options.elastic:
+            cache = NodeCache(worker, incarnation, self._digest, dram_blocks=blocks,
                               ssd_blocks=options.ssd_tokens * scale // options.block_tokens,
                               block_bytes=self._spec.block_bytes, block_tokens=options.block_tokens,
-                              announce=self._tell)
-            self.prefill[name] = PrefillNode(place, self.loop, self._network, profile, cache, options.order, self)
-        else:
-            self.decode[name] = DecodeNode(place, self.loop, profile, self._finished)
+                              announce=self._tell, policy=options.cache_policy)
+            place = Life(hello, port, delay_s=self._delay_s, role="prefill")
+            self.prefill[name] = PrefillNode(place, self.loop, self._network, profile, cache, options.order, self, gpus)
+            log = cache.log
+        if not is_prefill or options.elastic:
+            place = Life(hello, port, delay_s=self._delay_s, role="decode")
+            self.decode[name] = DecodeNode(place, self.loop, profile, self._finished, log=log, gpus=gpus)
+        if gpus is not None:
+            self._gpus[name] = gpus
+            gpus.join(self.prefill[name], self.decode[name])
         self.loop.after(options.heartbeat_s * self._rng.random(), self._beat, name, life)
 
     def crash(self, name: str) -> None:
         """A node is gone: it says nothing any more; gateways notice after a while."""
-        node = self.prefill.pop(name, None) or self.decode.pop(name)
-        lost = node.die()
-        if isinstance(node, PrefillNode):
-            self._dead_busy_s += node.busy_s
+        lost = []
+        if (prefill := self.prefill.pop(name, None)) is not None:
+            lost += prefill.die()
+            self._dead_busy_s += prefill.busy_s
+        if (decode := self.decode.pop(name, None)) is not None:
+            lost += decode.die()
         for job in lost:
             self.loop.after(_NOTICE_S, self._lost, job, job.attempt, name)
 
@@ -199,15 +217,17 @@ class Cluster:
 
     def set_pace(self, name: str, pace: float) -> None:
         """The node computes ``pace`` times as slowly as its profile says."""
-        node = self.prefill.get(name) or self.decode.get(name)
-        if node is not None:
+        if name in self._gpus:
+            self._gpus[name].set_pace(pace)
+        elif (node := self.prefill.get(name) or self.decode.get(name)) is not None:
             node.set_pace(pace)
 
     def _beat(self, name: str, life: int) -> None:
-        node = self.prefill.get(name) or self.decode.get(name)
-        if node is None or self._lives[name] != life:
+        nodes = [node for node in (self.prefill.get(name), self.decode.get(name)) if node is not None]
+        if not nodes or self._lives[name] != life:
             return
-        self._tell(node.load())
+        for node in nodes:
+            self._tell(node.load())
         self.loop.after(self.options.heartbeat_s, self._beat, name, life)
 
     # Conductors
@@ -257,7 +277,7 @@ class Cluster:
             request=job.request, model=self._spec.model, spec=self._digest, tenant="", num_tokens=job.num_tokens,
             keys=b"".join(job.keys), max_tokens=max(job.output_tokens, 1), attempt=job.attempt,
             exclude=[WorkerId(name) for name in job.excluded],
-            ttft_slo_s=objective.ttft_bound_s(job, self._profile) if self.options.asks_slo else None,
+            ttft_slo_s=objective.ttft_bound_s(job.num_tokens, self._profile) if self.options.asks_slo else None,
             tbt_slo_s=objective.tbt_s if self.options.asks_slo else None)
         driver = self.drivers[self._asked % len(self.drivers)]
         self._asked += 1
@@ -381,10 +401,7 @@ class Cluster:
         assert job.placement is not None
         node = self.decode.get(job.placement.decode)
         if node is not None:
-            steps = job.finish_step - job.join_step
-            self._tell(node.life.progress(
-                job, "finished", batch=max(node.batch, 1), context_tokens=node.context_tokens,
-                step_s=(job.finished_s - job.joined_s) / steps if steps else 0.0))
+            self._tell(node.finished(job))
         self._over(job, "ok", "")
         self.outcomes.complete(job)
 
@@ -416,6 +433,11 @@ def check_possible(options: ClusterOptions) -> None:
     if options.pipeline < 1 or options.prefill % options.pipeline:
         raise UserError(f"--pipeline is {options.pipeline}; {options.prefill} prefill nodes cannot be divided into "
                         "groups of that size")
+    if options.elastic and options.pipeline > 1:
+        raise UserError(f"--elastic with --pipeline {options.pipeline}: nodes that prefill together cannot decode")
+    if options.elastic and options.policy != OURS:
+        raise UserError(f"--elastic with --policy {options.policy}: only {OURS} gives workers another role than their "
+                        "own")
     if profile.vram_tokens < 1:
         usable = profile.vram_bytes * (1 - profile.vram_reserved_share)
         raise UserError(f"profile {profile.name}: the weights take {profile.weights_bytes / 1e9:g} GB and a node has "

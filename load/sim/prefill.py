@@ -22,7 +22,7 @@ from shared.order import Order
 if TYPE_CHECKING:
     from load.sim.cache import NodeCache
     from load.sim.loop import Loop
-    from load.sim.node import Life
+    from load.sim.node import Life, SharedGpus
 
 _LEAST_FETCH_S = 5.0
 _LEAST_FETCH_BYTES_PER_S = 1e9
@@ -57,10 +57,11 @@ class PrefillNode:
     """One life of one prefill node."""
 
     def __init__(self, life: Life, loop: Loop, network: Network, profile: NodeProfile, cache: NodeCache,
-                 order: Order, after: Prefilled) -> None:
+                 order: Order, after: Prefilled, gpus: SharedGpus | None = None) -> None:
         self.life, self.cache, self.port = life, cache, life.port
         self._loop, self._network, self._profile, self._order, self._after = (
             loop, network, profile, order, after)
+        self._gpus = gpus
         self._block_bytes = life.hello.spec.block_bytes
         #: {job: attempt} taken and not given back
         self.jobs: dict[Job, int] = {}
@@ -74,13 +75,22 @@ class PrefillNode:
         """Seconds before its first token is computed, of this stretch."""
         self._version = 0
         self._switch_s = -1.0
-        self._pace = 1.0
+        self._pace = self._share = 1.0
         self._ssd_free_s = 0.0
         self.busy_s = 0.0
         """GPU time of all prefills so far."""
         self.is_dead = False
 
     # Work
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it computes something."""
+        return self._running is not None
+
+    def _busy_changed(self) -> None:
+        if self._gpus is not None:
+            self._gpus.changed()
 
     def take(self, job: Job) -> None:
         """A prefill job arrives."""
@@ -110,14 +120,15 @@ class PrefillNode:
         self.jobs.clear()
         return lost
 
-    def set_pace(self, pace: float) -> None:
-        """From now on computing takes ``pace`` times as long as the profile says."""
+    def set_pace(self, pace: float, share: float = 1.0) -> None:
+        """From now on computing takes ``pace`` times as long as the profile says, and with the decode steps in between
+        ``share`` times that."""
         job = self._running
         if job is not None:
             self._pause(job)
-            self._pace = pace
+        self._pace, self._share = pace, share
+        if job is not None:
             self._go_on(job)
-        self._pace = pace
 
     def drop(self, job: Job) -> None:
         """Nobody wants the job any more."""
@@ -267,13 +278,14 @@ class PrefillNode:
         chunk, start = self._profile.prefill_chunk_tokens, self._since_tokens
         done = self._reached() - start
         tokens = min(start + chunk * (int(done / chunk) + 1), float(running.num_tokens))
-        return self._since_s + self._pace * (self._overhead_s + self._profile.compute_s(start, tokens)), tokens
+        work_s = self._pace * self._share * (self._overhead_s + self._profile.compute_s(start, tokens))
+        return self._since_s + work_s, tokens
 
     def _reached(self) -> float:
         """Tokens of the running job whose KV is there by now."""
         running = self._running
         assert running is not None
-        spent_s = (self._loop.now - self._since_s) / self._pace - self._overhead_s
+        spent_s = (self._loop.now - self._since_s) / (self._pace * self._share) - self._overhead_s
         if spent_s <= 0:
             return self._since_tokens
         return min(self._profile.tokens_by(self._since_tokens, spent_s), float(running.num_tokens))
@@ -291,7 +303,8 @@ class PrefillNode:
         spent_s = self._loop.now - self._since_s
         job.done_tokens = round(self._reached())
         job.computed_s += spent_s
-        self.busy_s += spent_s
+        job.own_s += spent_s / self._share
+        self.busy_s += spent_s / self._share
         self._version += 1
         self._switch_s = -1.0
         if job.push_version >= 0:
@@ -299,6 +312,7 @@ class PrefillNode:
 
     def _next(self) -> None:
         job = self._head()
+        self._busy_changed()
         if job is None or self.is_dead:
             return
         heapq.heappop(self._waiting)
@@ -328,7 +342,7 @@ class PrefillNode:
             self._overhead_s = profile.prefill_fixed_s + job.loading_s
         self._version += 1
         self._switch_s = -1.0
-        work_s = self._pace * (self._overhead_s + profile.compute_s(job.done_tokens, job.num_tokens))
+        work_s = self._pace * self._share * (self._overhead_s + profile.compute_s(job.done_tokens, job.num_tokens))
         end_s = now + work_s
         self._loop.at(end_s, self._computed, job, self._version)
         if job.push_version >= 0:
@@ -345,7 +359,8 @@ class PrefillNode:
         now = self._loop.now
         spent_s = now - self._since_s
         job.computed_s += spent_s
-        self.busy_s += spent_s
+        job.own_s += spent_s / self._share
+        self.busy_s += spent_s / self._share
         job.done_tokens = job.num_tokens
         job.prefilled_s = now
         self._version += 1
@@ -356,7 +371,7 @@ class PrefillNode:
         self._after.tell(self.life.progress(job, "prefilled", Stages(
             prefill_queue_s=max(0.0, job.started_s - job.arrived_s - job.fetch_s), fetch_s=job.fetch_s,
             fetched_blocks=job.fetched_bytes // self._block_bytes, fetched_bytes=job.fetched_bytes,
-            hit_tokens=job.hit_tokens, prefill_s=job.computed_s)))
+            hit_tokens=job.hit_tokens, prefill_s=job.own_s)))
         self._after.computed(job)
         self._next()
         if job.is_pushed:

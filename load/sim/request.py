@@ -15,9 +15,9 @@ class Job:
     __slots__ = (
         "arrived_s", "at_s", "attempt", "block_tokens", "computed_s", "decode_hit_blocks", "done_tokens", "excluded",
         "fetch_s", "fetched_bytes", "finish_step", "finished_s", "first_s", "flow", "gap_s", "generated", "hit_tokens",
-        "index", "is_pushed", "join_step", "joined_s", "keys", "loading_s", "num_tokens", "operation",
-        "output_tokens", "paused_s", "placement", "predicted_ttft_s", "prefilled_s", "push_version", "rank", "ready_s",
-        "request", "slots", "started_s", "worst_gap_s",
+        "index", "is_pushed", "join_step", "join_sums", "joined_s", "keys", "loading_s", "num_tokens", "operation",
+        "output_tokens", "own_s", "paused_s", "placement", "predicted_ttft_s", "prefilled_s", "push_version", "rank",
+        "ready_s", "request", "slots", "started_s", "worst_gap_s",
     )
 
     def __init__(self, index: int, at_s: float, *, num_tokens: int, output_tokens: int, keys: Sequence[BlockKey],
@@ -51,6 +51,8 @@ class Job:
         self.hit_tokens = 0
         self.computed_s = 0.0
         """Seconds its prefill has had a node so far."""
+        self.own_s = 0.0
+        """Of those, without what decode steps in between took."""
         self.loading_s = 0.0
         """Of those, spent waiting for what it reuses."""
         self.fetch_s = 0.0
@@ -63,6 +65,7 @@ class Job:
         self.flow: Flow | None = None
         self.decode_hit_blocks = 0
         self.join_step = self.finish_step = 0
+        self.join_sums = (0.0, 0, 0)
         self.gap_s = 0.0
 
     @property

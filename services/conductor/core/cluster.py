@@ -22,7 +22,7 @@ from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from shared.errors import Bug
 from shared.ids import RequestId, SpecDigest, WorkerId
-from shared.messages import Hello, Load, Placement, Progress, Source
+from shared.messages import Hello, Load, Placement, Progress, Role, Source
 from shared.order import FCFS, Order
 
 _LEAST_REMAINING = 0.1
@@ -159,7 +159,11 @@ class Worker:
     spec: SpecDigest
     costs: Costs
     load: Load | None = None
+    """Its last heartbeat; of an elastic worker the last one of its prefill role."""
     load_s: float = 0.0
+    decode_load: Load | None = None
+    """Its last heartbeat, of an elastic worker the last one of its decode role."""
+    decode_load_s: float = 0.0
     #: prompt tokens its last heartbeat counts and no job explains
     unexplained_tokens: int = 0
     #: {request: job}: not yet prefilled on this prefill worker / not yet done on this decode worker
@@ -186,6 +190,10 @@ class Worker:
     def __post_init__(self) -> None:
         self.id: WorkerId = self.hello.worker
         """Its worker id."""
+
+    def does(self, role: Role) -> bool:
+        """Whether it takes jobs of this role."""
+        return self.hello.role == role or (self.hello.elastic and role != "store")
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when something changed and nobody said so."""
@@ -269,6 +277,17 @@ class Worker:
                 context_tokens *= 1.0 - (tokens[last] - tokens[first]) / max(tokens[-1], 1)
         return batch, context_tokens + self._growth(batch, at_s - now)
 
+    def decoding_soon(self, by_s: float) -> tuple[int, int]:
+        """Requests that decode here, and those predicted to by then; and their tokens of context."""
+        batch = context_tokens = 0
+        for job in self.decoding.values():
+            if job.prefilled_s is not None or job.ready_s <= by_s:
+                batch += 1
+                context_tokens += job.num_tokens
+        if (load := self.decode_load) is not None:  # others' answers, and what was generated so far
+            batch, context_tokens = max(batch, load.running), max(context_tokens, load.context_tokens)
+        return batch, context_tokens
+
     def _leaving(self) -> tuple[list[float], list[int]]:
         if self._leaves is None:
             step_s = self._present_step_s(self.burden.context_tokens)
@@ -299,6 +318,11 @@ class Worker:
         step_s = self._present_step_s(self.burden.context_tokens)
         longest_s = max(job.answer_tokens, 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
+
+    def answer_s(self, num_tokens: int, answer_tokens: float) -> float:
+        """Seconds that an answer adds to the decode steps it is in, whoever else is."""
+        _, request_s, token_s = self.costs.decode
+        return answer_tokens * (request_s + token_s * (num_tokens + answer_tokens / 2))
 
     def next_free_s(self, now: float) -> float:
         """Predicted seconds until one of its requests is done and leaves its room."""
@@ -340,13 +364,13 @@ class Worker:
                 left_s = job.work_s * (1.0 - job.done_share)
                 behind_s += left_s
                 waiting.append((job.rank, left_s, job.due_s - (end_s + behind_s)))
-        load = self.load
+        load = self.decode_load
         if load is None:  # then no job is in it
             batch = context_tokens = 0
             free_blocks, seen_s = self.hello.capacity_blocks, -math.inf
         else:
             batch, context_tokens = load.running + load.queued, load.context_tokens
-            free_blocks, seen_s = load.free_blocks, self.load_s - _REACH_S
+            free_blocks, seen_s = load.free_blocks, self.decode_load_s - _REACH_S
         if self.decoding:
             known_tokens = 0
             for job in self.decoding.values():
@@ -516,18 +540,23 @@ class Cluster:
         if min(load.queued, load.queued_tokens, load.running, load.context_tokens, load.free_blocks) < 0:
             self.refused["load"] += 1
             return
-        worker.load, worker.load_s = load, now
+        if load.role != "decode" or not worker.hello.elastic:
+            worker.load, worker.load_s = load, now
+        if load.role != "prefill" or not worker.hello.elastic:
+            worker.decode_load, worker.decode_load_s = load, now
         worker.changed()
         if load.role == "prefill":
             self._compare(worker, load, now)
         if load.queued or load.running or load.queued_tokens:
             return
         settled_s = now - self._policy.settle_s
-        for job in [job for job in worker.prefilling.values() if job.placed_s < settled_s]:
-            self._prefilled(job, now)
-        for job in list(worker.decoding.values()):
-            if job.prefilled_s is not None and job.prefilled_s < settled_s:
-                self.release(job.request, now=now)
+        if load.role == "prefill":
+            for job in [job for job in worker.prefilling.values() if job.placed_s < settled_s]:
+                self._prefilled(job, now)
+        if load.role == "decode":
+            for job in list(worker.decoding.values()):
+                if job.prefilled_s is not None and job.prefilled_s < settled_s:
+                    self.release(job.request, now=now)
 
     def answered(self, completion_tokens: int, tenant: str) -> None:
         """A tenant's request ended by itself after so many tokens."""

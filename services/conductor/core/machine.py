@@ -40,12 +40,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.conductor.core.cluster import Cluster
+from services.conductor.core.cluster import Cluster, Worker
 from services.conductor.core.placement import Placer, Usable
 from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Fingerprint, Match, PrefixIndex, fingerprints
 from services.conductor.core.promises import Promises
+from services.conductor.core.roles import Advice, Roles
 from shared.errors import Bug
 from shared.ids import ConductorId, RequestId, SpecDigest, WorkerId
 from shared.kv import KEY_BYTES, Tier
@@ -151,7 +152,12 @@ class _Pool:
     block_tokens: int
     senders: tuple[WorkerId, ...]
     """Who may send blocks: also those that take no new work."""
+    takers: Sequence[Worker]
+    """Who may get new work."""
     usable: Usable
+    """These, by role."""
+    roles: Roles | None
+    """Decides who of them has which role; ``None`` when each has but one."""
 
 
 class Conductor:
@@ -168,6 +174,8 @@ class Conductor:
         self._promises = Promises(max_blocks=policy.max_promised)
         self._cluster = Cluster(policy)
         self._placer: PlacementPolicy = placer or Placer(conductor, policy, seed=seed)
+        #: published policies know workers at home only
+        self._is_elastic = isinstance(self._placer, Placer)
         self._started_s: float | None = None
         #: when to look whether all have told their blocks; ``None`` before the start and once converged
         self._converge_s: float | None = None
@@ -176,6 +184,8 @@ class Conductor:
         self._tidy_s: float | None = None
         #: {spec: its workers}, forgotten whenever something changes about any of them
         self._pools: dict[SpecDigest, _Pool] = {}
+        #: {spec: what its load needs}, of specs with live workers
+        self._roles: dict[SpecDigest, Roles] = {}
         self._rollcall_s = -math.inf
         self._mismatched_events = 0
         #: {(worker, why): questions asked of its present life}
@@ -278,14 +288,23 @@ class Conductor:
             errors={(worker.id, model): error for worker in self._cluster.workers.values()
                     for model, error in worker.costs.errors().items()})
 
+    def advice(self, now: float) -> dict[SpecDigest, Advice]:
+        """{spec: whether its workers' roles fit its load}, of specs that were asked for and have two workers or more;
+        changes nothing."""
+        return {spec: roles.advice(takers, now) for spec, roles in self._roles.items()
+                if len(takers := self._takers(spec)) > 1}
+
     # Requests
 
     def _place(self, token: int, ask: PlaceRequest, now: float) -> list[Effect]:
         self._over(ask.request, now)  # a former attempt, or the same asked again
         if wrong := _wrong(ask):
             return [Reply(token, _malformed(ask, wrong))]
-        pool = self._pool(ask.spec)
-        usable, match = pool.usable.without(ask.exclude), self._match(ask, pool)
+        pool = self._pool(ask.spec, now)
+        usable, match = pool.usable, self._match(ask, pool)
+        if ask.exclude:
+            usable = self._usable([worker for worker in pool.takers if worker.id not in ask.exclude], pool.roles,
+                                  excluded=sum(worker.id in ask.exclude for worker in pool.takers))
         answer = self._placer.place(ask, self._cluster, usable, match, now=now)
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
@@ -304,25 +323,52 @@ class Conductor:
                 match.own[worker], match.unmade[worker] = blocks, held
         return match
 
-    def _pool(self, spec: SpecDigest) -> _Pool:
+    def _pool(self, spec: SpecDigest, now: float) -> _Pool:
         pool = self._pools.get(spec)
-        if pool is None:
-            workers = [worker for worker in self._cluster.workers.values() if worker.spec == spec
-                       and self._membership.members[worker.id].state == "alive"]
-            takers = [worker for worker in workers if not self._membership.members[worker.id].draining]
-            pool = _Pool(
-                workers[0].hello.spec.block_tokens if workers else 1, tuple(worker.id for worker in workers),
-                Usable(prefill=[worker for worker in takers if worker.hello.role == "prefill"],
-                       decode=[worker for worker in takers if worker.hello.role == "decode"], excluded=0))
-            if workers:  # else anybody could make us remember what nobody has
-                self._pools[spec] = pool
+        if pool is not None and (pool.roles is None or not pool.roles.look(pool.takers, now)):
+            return pool
+        workers = [worker for worker in self._cluster.workers.values() if worker.spec == spec
+                   and self._membership.members[worker.id].state == "alive"]
+        takers = self._takers(spec)
+        roles = None
+        if self._is_elastic and any(worker.hello.elastic for worker in takers):
+            roles = self._roles_of(spec, now)
+            roles.look(takers, now)
+        pool = _Pool(workers[0].hello.spec.block_tokens if workers else 1, tuple(worker.id for worker in workers),
+                     takers, self._usable(takers, roles, excluded=0), roles)
+        if workers:  # else anybody could make us remember what nobody has
+            self._pools[spec] = pool
         return pool
+
+    def _takers(self, spec: SpecDigest) -> list[Worker]:
+        """Who of that spec may get new work."""
+        members = self._membership.members
+        return [worker for worker in self._cluster.workers.values() if worker.spec == spec
+                and worker.hello.role != "store" and members[worker.id].state == "alive"
+                and not members[worker.id].draining]
+
+    def _usable(self, takers: Sequence[Worker], roles: Roles | None, *, excluded: int) -> Usable:
+        """``takers`` by the role they have now, or, without ``roles``, at home."""
+        if roles is not None:
+            return Usable(*roles.split(takers), excluded=excluded)
+        return Usable(prefill=[worker for worker in takers if worker.hello.role == "prefill"],
+                      decode=[worker for worker in takers if worker.hello.role == "decode"], excluded=excluded)
+
+    def _roles_of(self, spec: SpecDigest, now: float) -> Roles:
+        roles = self._roles.get(spec)
+        if roles is None:
+            roles = self._roles[spec] = Roles(tbt_slo_s=self._policy.tbt_slo_s, now=now)
+        return roles
 
     def _count(self, placed: Placed, now: float) -> None:
         """A decision burdens its workers, and promises the prompt's blocks."""
         placement = placed.placement
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
                             ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant)
+        decode, job = self._cluster.workers.get(placement.decode), self._cluster.jobs.get(placement.request)
+        if decode is not None and job is not None:
+            self._roles_of(decode.spec, now).asked(
+                prefill_s=job.work_s, decode_s=decode.answer_s(job.num_tokens, job.answer_tokens), now=now)
         if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:
             self._promises.make(placement.request, placement.prefill, placed.keys,
                                 until_s=now + placement.predicted_ttft_s + self._policy.promise_s)
@@ -387,7 +433,10 @@ class Conductor:
         self._promises.forget(worker)
         self._index.remove(worker)
         self._tidy_soon(now)
+        gone = self._cluster.workers.get(worker)
         self._cluster.leave(worker)
+        if gone is not None and all(other.spec != gone.spec for other in self._cluster.workers.values()):
+            self._roles.pop(gone.spec, None)
         for kind in [kind for kind in self._syncs if kind[0] == worker]:
             del self._syncs[kind]
 
