@@ -212,7 +212,8 @@ class Town:
         count = self.options.workers
         self.prefill = [WorkerId(f"prefill-{i}") for i in range(count - count // 4)]
         self.decode = [WorkerId(f"decode-{i}") for i in range(count // 4)]
-        for worker in (*self.prefill, *self.decode):
+        self.workers = (*self.prefill, *self.decode)
+        for worker in self.workers:
             self._join(worker)
 
     def _join(self, worker: WorkerId) -> None:
@@ -295,7 +296,7 @@ def decisions(options: ConductorOptions) -> dict[str, float]:
 
 def _match_s(town: Town, prompt: bytes) -> float:
     """CPU seconds that the longest prefixes of all workers, in every tier, take."""
-    index, senders = town.machine._index, town.machine._pool(town.digest).senders
+    index, senders = town.machine._index, town.workers
     cpu_s = time.thread_time()
     index.match(fingerprints(prompt), senders)
     return time.thread_time() - cpu_s
@@ -345,8 +346,7 @@ class _Asks:
             machine.handle(Woke(), now=town.now)
         self.rest_s.append(time.thread_time() - cpu_s)
         self._beats += 1
-        everybody = (*town.prefill, *town.decode)
-        town.beat(everybody[self._beats % len(everybody)])
+        town.beat(town.workers[self._beats % len(town.workers)])
 
     def _end(self, placement: Placement) -> None:
         town, rng = self._town, self._town.rng
