@@ -31,8 +31,10 @@ class VirtualDriver:
         self._wake_s: float | None = None
 
     def feed(self, event: Any) -> None:
-        """The machine handles ``event`` now."""
+        """The machine handles ``event`` now, and before it what it wanted to be woken for by now."""
         now = self._loop.now
+        if self._wake_s is not None and self._wake_s <= now:
+            self._woke(self._wake_s)
         effects = self.machine.handle(event, now=now)
         if self._log is not None:
             self._log(now, event, effects)
