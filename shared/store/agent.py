@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -86,14 +86,17 @@ class StoreAgent:
     """One per worker; everything here runs on the worker's event loop.
 
     ``memory`` is the registered segment, slot i at ``i * spec.block_bytes``; ``ssd`` is the tier below it, if any.
+    ``on_handed_out`` is told of slots that are about to be filled.
     """
 
     def __init__(self, *, worker: WorkerId, incarnation: Incarnation, spec: CacheSpec, pool: BlockPool,
                  transfer: TransferEngine, segment: str, memory: memoryview, bus: Bus, clock: Clock,
-                 ssd: SsdTier | None = None, ssd_settings: SsdSettings | None = None) -> None:
+                 ssd: SsdTier | None = None, ssd_settings: SsdSettings | None = None,
+                 on_handed_out: Callable[[Sequence[int]], None] | None = None) -> None:
         self._worker, self._spec, self._segment, self._memory = worker, spec, segment, memory
         self._bus, self._clock, self._transfer = bus, clock, transfer
         self.pool = pool
+        self._on_handed_out = on_handed_out
         self.ssd = ssd
         self._ssd_settings = ssd_settings or SsdSettings()
         self.is_retired = False
@@ -189,6 +192,8 @@ class StoreAgent:
         if allocation is None:
             return None
         self.announce_evicted(allocation.evicted, "capacity")
+        if self._on_handed_out is not None:
+            self._on_handed_out(allocation.slots)
         return allocation.slots
 
     async def wait_allocate(self, operation: OperationId, count: int, *, tenant: str = "") -> list[int]:
@@ -212,7 +217,12 @@ class StoreAgent:
 
     def release(self, operation: OperationId) -> None:
         """Ends ``operation``: unpins, frees, and lets whoever waits for room try again."""
-        self._let_go(operation)
+        self.pool.release(operation)
+        self.settle()
+
+    def settle(self) -> None:
+        """Blocks may be evictable that were not: lets whoever waits for room try again, and keeps to the budgets."""
+        self._tell_waiting()
         if self.is_retired:
             self._drop_all("drain")
         self._respect_budgets()
@@ -226,6 +236,9 @@ class StoreAgent:
 
     def _let_go(self, operation: OperationId) -> None:
         self.pool.release(operation)
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
         self._released.set()
         self._released = asyncio.Event()
 

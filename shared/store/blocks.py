@@ -267,8 +267,8 @@ class BlockPool:
         held.private.difference_update(slots)
         self._operation(target).private.update(slots)
 
-    def seal(self, operation: OperationId, slot: int, block: StoredBlock, *, now: float) -> bool:
-        """Turns a private slot into the cached block ``block``, pinned by ``operation``.
+    def seal(self, operation: OperationId, slot: int, block: StoredBlock, *, now: float, pin: bool = True) -> bool:
+        """Turns a private slot into the cached block ``block``, pinned by ``operation`` unless ``pin`` is false.
 
         False when the block is cached already: the slot stays private, and the cached twin is pinned instead.
         """
@@ -277,7 +277,7 @@ class BlockPool:
             raise Bug(f"operation {operation} seals slot {slot} that is not its own")
         twin = self._cached.get(block.key)
         if twin is not None:
-            if operation not in twin.pins:
+            if pin and operation not in twin.pins:
                 self._pin(operation, twin)
                 self._policy.used(block.key, now=now)
             return False
@@ -285,7 +285,7 @@ class BlockPool:
         if parent is None and block.depth > 0:
             raise Bug(f"operation {operation} seals a block of depth {block.depth} whose parent is not cached")
         if parent is not None:
-            parent.children += 1  # it is pinned by this operation once its child is: no leaf, whoever offered it
+            parent.children += 1  # no leaf any more, whoever offered it
             self._withdraw(block.parent)
         holdings.private.discard(slot)
         self._private -= 1
@@ -295,7 +295,10 @@ class BlockPool:
         self._cached[block.key] = cached
         self._tenants[block.tenant] += 1
         self._policy.stored(block, now=now)
-        self._pin(operation, cached)
+        if pin:
+            self._pin(operation, cached)
+        else:
+            self._offer(cached)
         return True
 
     def release(self, operation: OperationId) -> None:
@@ -356,7 +359,10 @@ class BlockPool:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _operation(self, operation: OperationId) -> _Operation:
-        return self._operations.setdefault(operation, _Operation())
+        held = self._operations.get(operation)
+        if held is None:
+            held = self._operations[operation] = _Operation()
+        return held
 
     def _pin(self, operation: OperationId, cached: _Cached | None) -> None:
         """Pins a block and what it continues: a pinned block's ancestors are pinned, so ``available`` is exact."""

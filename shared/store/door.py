@@ -111,8 +111,10 @@ class _Visit:
     stocked_s: float = 0.0
     news: list[StoredBlock] = field(default_factory=list)
     """Stored, and not announced yet."""
-    over: deque[tuple[OperationId, int]] = field(default_factory=deque)
-    """Operations of puts that were answered, or will be in this turn of the loop, and their numbers of slots."""
+    used: int = 0
+    """Slots of puts that were answered, or will be in this turn of the loop."""
+    unused: list[int] = field(default_factory=list)
+    """Those of them whose values were not stored."""
     proofs: bool = False
     ended: bool = False
     inbox: deque[object] = field(default_factory=deque)
@@ -699,35 +701,39 @@ class Door:
             return self._no_room(ask)
         pool, enter = self._agent.pool, visit.enter
         assert enter is not None
-        operation, now = self._operation(visit), self._clock.monotonic()
-        pool.move(slots, visit.stock_operation, operation)
+        now, client, nbytes = self._clock.monotonic(), WorkerId(enter.client), self._block_bytes
         marks: list[int] = []
         for i, (block, slot) in enumerate(zip(ask.blocks, slots, strict=True)):
             key, parent = BlockKey(block.key), BlockKey(block.parent)
             if pool.block(key) is not None:
                 marks.append(_NO)
+                visit.unused.append(slot)
             elif block.depth > 0 and ((above := pool.block(parent)) is None or above.depth != block.depth - 1):
                 marks.append(_ORPHAN)
+                visit.unused.append(slot)
             else:
-                stored = StoredBlock(
-                    key=key, parent=parent, depth=block.depth, nbytes=self._block_bytes, origin="received",
-                    source=WorkerId(enter.client), tenant=enter.tenant, tokens=block.tokens)
-                pool.seal(operation, slot, stored, now=now + i * _APART_S)
+                stored = StoredBlock(key=key, parent=parent, depth=block.depth, nbytes=nbytes, origin="received",
+                                     source=client, tenant=enter.tenant, tokens=block.tokens)
+                # Nobody evicts anything before the last of them is sealed, so none needs a pin.
+                pool.seal(visit.stock_operation, slot, stored, now=now + i * _APART_S, pin=False)
                 visit.news.append(stored)
                 marks.append(_YES)
-        visit.over.append((operation, len(slots)))
+        visit.used += len(slots)
         return frames.Marks(marks)
 
     def _follow_up(self, visit: _Visit) -> None:
-        """What nobody waits for: news of what was stored, the ends of its operations, slots for the next."""
+        """What nobody waits for: news of what was stored, slots for the next."""
         if visit.news:
             _PUTS.inc(len(visit.news))
             self._agent.announce_stored(visit.news)
             visit.news = []
-        while visit.over:
-            operation, count = visit.over.popleft()
-            self._agent.release(operation)
-            self._restock(visit, count)
+        if visit.used:
+            used, unused, visit.used, visit.unused = visit.used, visit.unused, 0, []
+            if unused:
+                self._give_back(visit, unused)
+            else:
+                self._agent.settle()
+            self._restock(visit, used)
 
     def _restock(self, visit: _Visit, count: int) -> None:
         """For what was just used once more, as long as that is a small part of what there is; twice for a thread,

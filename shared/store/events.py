@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.ids import BlockKey, Incarnation, SpecDigest, WorkerId, fresh
 from shared.kv import Tier, pack_keys
@@ -40,8 +41,7 @@ _BLOCK_BYTES = 128
 _SNAPSHOT_KEPT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(NamedTuple):
     """One evicted block, to be announced."""
 
     key: BlockKey
