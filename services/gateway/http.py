@@ -26,6 +26,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway.core import answers, openai
+from services.gateway.core.priority import Priority, priorities
 from services.gateway.core.problem import ApiError, Problem, invalid
 from services.gateway.core.text import AnswerText
 from services.gateway.prompt import Asked, Prompt, prepare
@@ -67,6 +68,9 @@ class Api:
         #: {sha256 of a key: the tenant it stands for}
         self._keys = {hashlib.sha256(key.encode()).digest(): "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
                       for key in settings.api_keys}
+        self._usual = Priority(
+            head_start_s=0.0, ttft_slo_s=settings.ttft_slo_s or None, tbt_slo_s=settings.tbt_slo_s or None)
+        self._priorities = priorities(settings.priorities, usual=self._usual)
         self._app = Litestar(
             route_handlers=self._routes(),
             cors_config=CORSConfig(
@@ -136,6 +140,16 @@ class Api:
         # a key's holder may divide its own tenant, never enter another's
         state["tenant"] = f"{tenant}/{name}" if name else tenant
         return None
+
+    def _priority(self, headers: Mapping[str, str]) -> Priority:
+        name = headers.get("x-moonbus-priority")
+        if name is None:
+            return self._usual
+        known = self._priorities.get(name.strip().lower())
+        if known is None:
+            raise invalid(f"x-moonbus-priority is {name[:32]!r}; this gateway knows "
+                          f"{', '.join(self._priorities) or 'none'}", "x-moonbus-priority")
+        return known
 
     def _on_http_error(self, _: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
         limit = self._gateway.settings.max_body_bytes
@@ -237,11 +251,13 @@ class Api:
             body = openai.decode(raw, kind)
             wanted = openai.wanted(body)
             served = gateway.roster.find(body.model)
+            priority = self._priority(request.headers)
             asked = Asked(
                 request=state["request"], gateway=gateway.gateway_id, tenant=state["tenant"],
                 exclude=_excluded(request.headers),
-                ttft_slo_s=_milliseconds(request.headers, "x-moonbus-ttft-slo-ms", gateway.settings.ttft_slo_s or None),
-                tbt_slo_s=_milliseconds(request.headers, "x-moonbus-tbt-slo-ms", gateway.settings.tbt_slo_s or None))
+                ttft_slo_s=_milliseconds(request.headers, "x-moonbus-ttft-slo-ms", priority.ttft_slo_s),
+                tbt_slo_s=_milliseconds(request.headers, "x-moonbus-tbt-slo-ms", priority.tbt_slo_s),
+                head_start_s=priority.head_start_s)
             with _tracer.start_as_current_span("tokenize", context=context) as span:
                 prompt = await prepare(
                     body, wanted, asked, served, threads=gateway.threads,

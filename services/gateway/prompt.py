@@ -33,6 +33,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     exclude: tuple[WorkerId, ...]
     ttft_slo_s: float | None
     tbt_slo_s: float | None
+    head_start_s: float
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -67,7 +68,7 @@ def _build(body: ChatRequest | CompletionRequest, wanted: Wanted, asked: Asked, 
         request=asked.request, gateway=asked.gateway, model=spec.model, spec=spec.digest, tenant=asked.tenant,
         num_tokens=len(ids), tokens=tokens, keys=pack_keys(block_keys(root, ids, spec.block_tokens)), root=root,
         sampling=chosen, exclude=asked.exclude, ttft_slo_s=asked.ttft_slo_s, tbt_slo_s=asked.tbt_slo_s,
-        replayable=not wanted.stream)
+        head_start_s=asked.head_start_s, replayable=not wanted.stream)
     return Prompt(job, [] if isinstance(body, ChatRequest) else ids[-8:])
 
 

@@ -264,7 +264,8 @@ class PrefillShell:
         stream = job.stream = self._worker.transfer.stream(message.landing.endpoint, message.landing.grant)
         try:
             stream.push(self._slices(job, range(reused), 0, self._block_bytes))
-            self._queue.add(job.operation, total=total, done=stages.hit_tokens, now=time.monotonic())
+            self._queue.add(job.operation, total=total, done=stages.hit_tokens, now=time.monotonic(),
+                            head_start_s=message.head_start_s)
             self._work.set()
             either: set[asyncio.Future[Any]] = {job.first_token, stream.broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -44,6 +44,8 @@ class PlaceRequest(Message, frozen=True):
     """Workers that must not get it: failed before, or excluded by the client."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
+    head_start_s: float = 0.0
+    """Where prompts queue, it counts as having come so much earlier; below 0: later."""
 
 
 class Source(Part, frozen=True):
@@ -140,6 +142,8 @@ class Placed(Message, frozen=True):
     ttft_slo_s: float | None = None
     """The bound it was accepted under, from the moment of the decision on."""
     tenant: str = ""
+    head_start_s: float = 0.0
+    """As in the question."""
 
 
 class DecodeJob(Message, frozen=True):
@@ -200,6 +204,8 @@ class PrefillJob(Message, frozen=True):
     decode: WorkerId
     landing: Landing
     deadline_s: float
+    head_start_s: float = 0.0
+    """Where prompts queue, it counts as having come so much earlier; below 0: later."""
 
 
 class Accepted(Message, frozen=True):

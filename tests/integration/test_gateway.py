@@ -254,11 +254,16 @@ async def test_a_salt_and_a_tenant_share_nothing(stage: Stage) -> None:
 async def test_extensions_reach_the_conductor(stage_with: Open) -> None:
     async with stage_with(prefill=2, ttft_slo_s=3.0) as stage:
         response = await stage.post({"model": MODEL, "messages": HELLO}, headers={
-            "x-moonbus-exclude-workers": "prefill-1, decode-9", "x-moonbus-tbt-slo-ms": "50"})
+            "x-moonbus-exclude-workers": "prefill-1, decode-9", "x-moonbus-tbt-slo-ms": "50",
+            "x-moonbus-priority": "Low"})
         assert response.headers["x-moonbus-prefill-worker"] == "prefill-2"
         place = stage.cluster.places[0]
         assert place.exclude == ["prefill-1", "decode-9"]
-        assert (place.ttft_slo_s, place.tbt_slo_s) == (3.0, 0.05)
+        assert (place.ttft_slo_s, place.tbt_slo_s, place.head_start_s) == (3.0, 0.05, -20.0)
+        assert stage.cluster.workers["prefill-2"].jobs[0].head_start_s == -20.0
+        refused = await stage.post({"model": MODEL, "messages": HELLO}, headers={"x-moonbus-priority": "urgent"})
+        assert refused.status_code == 400
+        assert "'urgent'; this gateway knows high, normal, low" in refused.json()["error"]["message"]
 
 
 # -- models and health ---------------------------------------------------------------------------------------------

@@ -133,23 +133,24 @@ class PrefillBoard(_Board):
         queue_s: Column = self._rows[0] + self._front_s(now)
         return queue_s
 
-    def line(self, prefill_s: Column, now: float) -> Line:
-        """Where a prompt comes that needs so many seconds of computing; as ``Worker.line``."""
+    def line(self, prefill_s: Column, now: float, *, since_s: float) -> Line:
+        """Where a prompt comes that needs so many seconds of computing and counts from ``since_s`` on; as
+        ``Worker.line``."""
         ranks, lefts_s, _ = self._at(now)
-        rank = self.order.ranks(now, prefill_s)
+        rank = self.order.ranks(since_s, prefill_s)
         if rank.ndim > 1:
             ranks, lefts_s = ranks[:, None], lefts_s[:, None]
         goes_first = ranks <= rank
         return Line(np.add.reduce(goes_first * lefts_s), self._count - np.add.reduce(goes_first))
 
-    def makes_late(self, prefill_s: Column, now: float) -> Mask:
+    def makes_late(self, prefill_s: Column, now: float, *, since_s: float) -> Mask:
         """Where a prompt that needs so many seconds of computing would make another one late.
 
         Predictions are not exact: who has little to spare, or is a little late, is not made to wait either. Who is
         late anyway holds up nobody.
         """
         ranks, _, spares_s = self._at(now)
-        late: Mask = ((ranks > self.order.ranks(now, prefill_s)) & (spares_s > -_LATE_S)
+        late: Mask = ((ranks > self.order.ranks(since_s, prefill_s)) & (spares_s > -_LATE_S)
                       & (spares_s < prefill_s + _MARGIN_S)).any(axis=0)
         return late
 
@@ -228,12 +229,12 @@ def _prefill_cells(worker: Worker) -> tuple[float, ...]:
 
 
 def _since_s(worker: Worker) -> float:
-    """When the one was placed that is computed; nobody takes over from what only the worker knows, or where nobody
+    """From when on the one counts that is computed; nobody takes over from what only the worker knows, or where nobody
     does at all, and where nothing is computed there is nobody to take over from."""
     burden = worker.burden
     if burden.front is None:
         return -math.inf if burden.unexplained_s else math.inf
-    return burden.front.placed_s if worker.order.is_preemptive else -math.inf
+    return burden.front.since_s if worker.order.is_preemptive else -math.inf
 
 
 def _decode_cells(worker: Worker) -> tuple[float, ...]:

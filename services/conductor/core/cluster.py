@@ -97,6 +97,8 @@ class Job:
     """Seconds of computing by which its prefill worker ranks it until it starts."""
     due_s: float = math.inf
     """When its first token is due."""
+    head_start_s: float = 0.0
+    """In a queue it counts as placed so much earlier."""
     rank: float = 0.0
     """Its number in the queue of its prefill worker; see :mod:`shared.order`."""
     done_share: float = 0.0
@@ -110,6 +112,11 @@ class Job:
         return self.num_tokens - self.hit_tokens
 
     @property
+    def since_s(self) -> float:
+        """From when on it counts in the queue."""
+        return self.placed_s - self.head_start_s
+
+    @property
     def left_s(self) -> float:
         """Seconds of computing that were left when its worker was last accounted for."""
         return self.work_s * (1.0 - self.done_share)
@@ -118,7 +125,7 @@ class Job:
         """So much of it is computed; it gets another number."""
         self.done_share = done_share
         if self.started_s is not None:
-            self.rank = order.rank(self.placed_s, self.left_s)
+            self.rank = order.rank(self.since_s, self.left_s)
 
 
 Waiting = tuple[float, float, float]
@@ -220,15 +227,16 @@ class Worker:
             queue_s += max(burden.unexplained_s - (now - self.load_s), 0.0)
         return queue_s
 
-    def line(self, prefill_s: float, now: float) -> tuple[float, int]:
-        """Seconds computed before a prompt that needs so many, and how many it makes wait longer."""
+    def line(self, prefill_s: float, now: float, *, since_s: float) -> tuple[float, int]:
+        """Seconds computed before a prompt that needs so many and counts from ``since_s`` on, and how many it makes
+        wait longer."""
         burden, order = self.burden, self.order
-        rank = order.rank(now, prefill_s)
+        rank = order.rank(since_s, prefill_s)
         ahead = bisect_right(burden.waiting, rank, key=_FIRST)
         queue_s, delayed = sum(left_s for _, left_s, _ in burden.waiting[:ahead]), len(burden.waiting) - ahead
         front_s = self.queue_s(now) - burden.behind_s
         front = burden.front
-        if front is None or not order.is_preemptive or order.rank(front.placed_s, front_s) <= rank:
+        if front is None or not order.is_preemptive or order.rank(front.since_s, front_s) <= rank:
             return queue_s + front_s, delayed
         return queue_s, delayed + (front_s > 0)
 
@@ -426,14 +434,14 @@ class Cluster:
         return lost
 
     def place(self, placement: Placement, *, num_tokens: int, max_tokens: int, now: float,
-              ttft_slo_s: float | None = None, tenant: str = "") -> None:
+              ttft_slo_s: float | None = None, tenant: str = "", head_start_s: float = 0.0) -> None:
         """A decision was made, here or by another conductor; it replaces the request's former one."""
         self.release(placement.request, now=now)
         prefill, decode = self.workers.get(placement.prefill), self.workers.get(placement.decode)
         job = Job(placement.request, placement.attempt, placement.prefill, placement.decode, num_tokens, max_tokens,
                   placement.hit_tokens, placement.predicted_prefill_s, now, now + placement.predicted_ttft_s,
                   ranked_s=placement.ranked_s or placement.predicted_prefill_s,
-                  due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s)
+                  due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s, head_start_s=head_start_s)
         job.answer_tokens = min(max_tokens, self.answers.usual(tenant))
         if prefill is not None:
             block_bytes = prefill.hello.spec.block_bytes
@@ -444,7 +452,7 @@ class Cluster:
                 if (owner := self.workers.get(source.owner)) is not None:
                     owner.sending[job.request] = owner.sending.get(job.request, 0) + nbytes
                     owner.changed()
-            job.rank = prefill.order.rank(now, job.ranked_s)
+            job.rank = prefill.order.rank(job.since_s, job.ranked_s)
             prefill.prefilling[job.request] = job
             prefill.changed()
         if decode is not None:

@@ -222,7 +222,8 @@ class Conductor:
             case Bye():
                 return self._changes(self._membership.bye(event), now)
             case Placed():
-                if event.placement.conductor != self.id and math.isfinite(event.placement.predicted_ttft_s):
+                if event.placement.conductor != self.id and math.isfinite(
+                        event.placement.predicted_ttft_s + event.head_start_s):
                     self._count(event, now)
                 return []
             case Cancel():
@@ -308,9 +309,10 @@ class Conductor:
         answer = self._placer.place(ask, self._cluster, usable, match, now=now)
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
-        placed = Placed(placement=msgspec.structs.replace(answer, candidates=[]), num_tokens=ask.num_tokens,
-                        max_tokens=ask.max_tokens, keys=ask.keys,
-                        ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s, tenant=ask.tenant)
+        placed = Placed(placement=msgspec.structs.replace(answer, candidates=[], decode_candidates=[]),
+                        num_tokens=ask.num_tokens, max_tokens=ask.max_tokens, keys=ask.keys,
+                        ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s, tenant=ask.tenant,
+                        head_start_s=ask.head_start_s)
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
 
@@ -364,7 +366,7 @@ class Conductor:
         """A decision burdens its workers, and promises the prompt's blocks."""
         placement = placed.placement
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
-                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant)
+                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant, head_start_s=placed.head_start_s)
         decode, job = self._cluster.workers.get(placement.decode), self._cluster.jobs.get(placement.request)
         if decode is not None and job is not None:
             self._roles_of(decode.spec, now).asked(
@@ -538,6 +540,8 @@ def _wrong(ask: PlaceRequest) -> str:
         return f"{len(ask.keys)} bytes are no whole number of {KEY_BYTES}-byte block keys"
     if ask.num_tokens < 1 or ask.max_tokens < 0:
         return f"{ask.num_tokens} prompt tokens and at most {ask.max_tokens} new ones"
+    if not math.isfinite(ask.head_start_s):
+        return f"a head start of {ask.head_start_s} seconds"
     slos_s = [slo_s for slo_s in (ask.ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
     return "" if all(math.isfinite(slo_s) and slo_s > 0 for slo_s in slos_s) else f"service levels of {slos_s} seconds"
 

@@ -255,7 +255,8 @@ class Placer:
         in_time = None if ttft_slo_s is None else options.in_time(ttft_slo_s)
         candidates = self._candidates(options)
         if in_time is not None and in_time.any():
-            harmless = in_time & ~options.board.makes_late(options.ranks(), now)
+            harmless = in_time & ~options.board.makes_late(
+                options.ranks(), now, since_s=now - ask.head_start_s)
             in_time = harmless if harmless.any() else in_time
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
@@ -329,7 +330,7 @@ class Placer:
                 ranked_s = ranked_s.copy() if ranked_s is prefill_s else ranked_s
                 ranked_s[..., place] = board.workers[place].costs.prefill_s(
                     num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
-        line = board.line(ranked_s, now)
+        line = board.line(ranked_s, now, since_s=now - ask.head_start_s)
         policy, reach = self._policy, None
         regard = policy.regard
         if may_pull:
@@ -390,7 +391,7 @@ class Placer:
             prefill_s = doubt * costs.prefill_s(num_tokens=num_tokens, hit_tokens=end * block_tokens)
             ranked_s = prefill_s if not unmade else costs.prefill_s(
                 num_tokens=num_tokens, hit_tokens=(end - unmade) * block_tokens)
-            queue_s, delayed = worker.line(ranked_s, now)
+            queue_s, delayed = worker.line(ranked_s, now, since_s=now - ask.head_start_s)
             if alone_s - prefill_s < _price_s(transfer_s, queue_s) * policy.fetch_gain:
                 continue
             cost_s = max(queue_s, transfer_s) + prefill_s * (1.0 + options.regard * delayed)

@@ -88,6 +88,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that the client does not want."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
+    head_start_s: float = 0.0
+    """Where prompts queue, it counts as having come so much earlier."""
     replayable: bool = False
     """Nothing reaches the client before the end, so even a started answer may be computed again."""
 
@@ -344,7 +346,7 @@ class RequestMachine:
         message = PlaceRequest(
             request=job.request, model=job.model, spec=job.spec, tenant=job.tenant, num_tokens=job.num_tokens,
             keys=job.keys, max_tokens=job.sampling.max_tokens, attempt=self.attempt, exclude=list(self._excluded),
-            ttft_slo_s=job.ttft_slo_s, tbt_slo_s=job.tbt_slo_s)
+            ttft_slo_s=job.ttft_slo_s, tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s)
         timeout_s = max(0.05, min(self.limits.place_try_s, self._place_until_s - now, self._deadline_s - now))
         return [AskConductor(message, self._tag("place"), timeout_s)]
 
@@ -416,7 +418,8 @@ class RequestMachine:
         message = PrefillJob(
             request=job.request, attempt=self.attempt, spec=job.spec, gateway=job.gateway, tenant=job.tenant,
             tokens=job.tokens, keys=job.keys, root=job.root, sampling=job.sampling, sources=placement.sources,
-            endpoints=[], decode=placement.decode, landing=reserved.landing, deadline_s=self._left_s(now))
+            endpoints=[], decode=placement.decode, landing=reserved.landing, deadline_s=self._left_s(now),
+            head_start_s=job.head_start_s)
         return [AskWorker(placement.prefill, message, self._tag("dispatch"), self._job_timeout_s(now))]
 
     # -- tokens -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Prompt:
     total: int
     done: int
     since_s: float
-    """When it became ready; monotonic seconds."""
+    """When it became ready, as far as the order is concerned; monotonic seconds."""
     rank: float = 0.0
     """Its number in the order."""
 
@@ -59,9 +59,10 @@ class PrefillQueue:
         """Tokens to be computed, all prompts together."""
         return sum(prompt.remain_len for prompt in self._prompts.values())
 
-    def add(self, operation: OperationId, *, total: int, done: int, now: float) -> None:
-        """A prompt is ready to be computed from token ``done`` (a block boundary) on."""
-        prompt = self._prompts[operation] = Prompt(operation, total, done, now)
+    def add(self, operation: OperationId, *, total: int, done: int, now: float, head_start_s: float = 0.0) -> None:
+        """A prompt is ready to be computed from token ``done`` (a block boundary) on; it counts as ready since
+        ``head_start_s`` before ``now``."""
+        prompt = self._prompts[operation] = Prompt(operation, total, done, now - head_start_s)
         self._place(prompt)
 
     def remove(self, operation: OperationId) -> None:

@@ -65,10 +65,10 @@ def test_boards_say_what_the_workers_do(seed: int) -> None:
     board.refresh()
     own = np.array([0.0, 3.0, 8.0, 0.0, 1.0])
     assert board.queue_s(now) == pytest.approx([worker.queue_s(now) for worker in prefill])
-    for prefill_s in (0.0, 0.1, 0.7, 3.0, 50.0):
-        line = board.line(np.full(5, prefill_s), now)
+    for prefill_s, head_start_s in ((0.0, 0.0), (0.1, 0.0), (0.7, 5.0), (3.0, -5.0), (50.0, 0.0)):
+        line = board.line(np.full(5, prefill_s), now, since_s=now - head_start_s)
         for worker, queue_s, delayed in zip(prefill, line.queue_s, line.delayed, strict=True):
-            assert (queue_s, delayed) == pytest.approx(worker.line(prefill_s, now))
+            assert (queue_s, delayed) == pytest.approx(worker.line(prefill_s, now, since_s=now - head_start_s))
     assert board.prefill_s(3000, own) == pytest.approx([
         worker.costs.prefill_s(num_tokens=3000, hit_tokens=int(hit)) for worker, hit in zip(prefill, own, strict=True)])
     for worker, least_s in zip(prefill, board.pull_s(np.full(5, 1e6)), strict=True):

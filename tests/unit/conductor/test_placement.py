@@ -227,7 +227,8 @@ class TestRejections:
         assert isinstance(answer(play, ask("r", [], tokens=1000, ttft_slo_s=3.0)), Placement)
 
     @pytest.mark.parametrize(
-        "wrong", [{"tokens": 0}, {"max_tokens": -1}, {"ttft_slo_s": float("nan")}, {"tbt_slo_s": -1.0}])
+        "wrong", [{"tokens": 0}, {"max_tokens": -1}, {"ttft_slo_s": float("nan")}, {"tbt_slo_s": -1.0},
+                  {"head_start_s": float("inf")}])
     def test_what_cannot_be_true(self, wrong: dict[str, Any]) -> None:
         assert "cannot be true" in rejected(two_and_one(), **wrong).message
 

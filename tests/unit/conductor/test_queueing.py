@@ -64,6 +64,17 @@ def test_a_prompt_waits_for_those_that_go_first_and_delays_the_others() -> None:
     assert place(play, "last", 5990).predicted_queue_s == pytest.approx(0.2 + 1.0 + 4.0 + 5.0)
 
 
+def test_a_head_start_counts_as_having_waited_here_and_on_replicas() -> None:
+    play, other = one_and_one(), one_and_one(machine=conductor("c2", order=ORDER))
+    for request, tokens, head_start_s in (("long", 1990, 0.0), ("longer", 3990, 0.0), ("low", 490, -20.0)):
+        play >> ask(request, [], tokens=tokens, head_start_s=head_start_s)
+        other >> play.take()[1].message
+    for one in (play, other):
+        assert [job.request for job in worker(one).ranked()] == ["long", "low", "longer"], "0.5 s count as 25"
+        assert place(one, "usual", 1990).predicted_queue_s == pytest.approx(2.0), "20 s are more than 20: after long"
+    assert place(play, "high", 3990, head_start_s=30.0).predicted_queue_s == 0.0
+
+
 def test_first_come_first_served_is_the_sum_of_all() -> None:
     play = one_and_one(FCFS)
     place(play, "long", 3990)
@@ -152,7 +163,8 @@ def test_a_replica_counts_a_decision_as_the_one_that_made_it() -> None:
         _, announced = play.take()
         other >> announced.message
         other.take()
-    assert worker(other).line(0.1, other.now) == pytest.approx(worker(play).line(0.1, play.now))
+    assert worker(other).line(0.1, other.now, since_s=other.now) == pytest.approx(
+        worker(play).line(0.1, play.now, since_s=play.now))
     assert worker(other).burden.first_spare_s == pytest.approx(worker(play).burden.first_spare_s)
     assert worker(other).burden.waiting[0] == pytest.approx(worker(play).burden.waiting[0])
 

@@ -50,6 +50,16 @@ def test_what_is_reused_is_not_left_and_waiting_counts() -> None:
     assert queue.plan()[0].operation == "huge", "nobody waits for who comes over 20 s later"
 
 
+def test_a_head_start_counts_as_having_waited() -> None:
+    queue = queue_of(Order(stretch=1.0), chunk_tokens=4)
+    queue.add(OperationId("usual"), total=16, done=0, now=0.0)
+    queue.add(OperationId("high"), total=16, done=0, now=15.0, head_start_s=20.0)
+    queue.add(OperationId("low"), total=4, done=0, now=0.0, head_start_s=-20.0)
+    assert queue.plan()[0].operation == "high"
+    queue.remove(OperationId("high"))
+    assert queue.plan()[0].operation == "usual", "20 + 4 is more than 0 + 16"
+
+
 def test_a_removed_prompt_is_forgotten_even_while_computed() -> None:
     queue = queue_of(FCFS, chunk_tokens=4, block_tokens=4)
     queue.add(OperationId("a"), total=8, done=0, now=0.0)
