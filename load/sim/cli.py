@@ -5,8 +5,10 @@ A trace that cannot be read ends with exit code 2, before anything is written; o
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,26 +19,38 @@ from typing import Annotated, Any, ParamSpec
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table as Grid
 
 from load import plots
 from load.record import read_run
 from load.sim import figures, paper
-from load.sim.experiment import ORDERS, Result, RunOptions, load_trace, simulate
+from load.sim.experiment import ORDERS, Result, RunOptions, check, load_trace, simulate
 from load.sim.faults import parse_fault
 from load.sim.fit import fit_profile
-from load.sim.many import GOOD_SHARE, find_knee
+from load.sim.many import GOOD_SHARE, Knee, Ran, Run, Search, Shelf, Source, compare, find_all, read_source
+from load.sim.outcome import Summary
 from load.sim.page import PAGE_FILE, Page, Table, write
+from load.sim.pool import Tick, usable_cores
 from load.sim.profile import read_profile
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, TraceError
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
 from shared.files import write_file
+from shared.store import policies
 from shared.units import format_seconds, parse_seconds
 
 _BAD_TRACE = 2
+_INTERRUPTED = 130
 _STAND_IN = "toolagent_like"
+_SEEDS = "Means over the seeds."
 
 app = typer.Typer(help="Simulate a cluster on a trace, with the conductor that runs in production.",
                   no_args_is_help=True)
@@ -53,11 +67,14 @@ ChunkTokens = Annotated[int, typer.Option(min=0, help="Coupled instances prefill
                                                       "0: whole prompts first.")]
 Pipeline = Annotated[int, typer.Option(help="Prefill nodes that work as one, each chunk of a prompt passing through "
                                             "all of them.")]
+Elastic = Annotated[bool | None, typer.Option("--elastic/--no-elastic", help=(
+    f"Nodes prefill or decode as the load needs; on for {OURS}, which alone can."), show_default=False)]
 ProfileName = Annotated[str, typer.Option("--profile", help="What a node costs and holds: a name or a .json file.")]
 NicGbps = Annotated[float | None, typer.Option(help="Network of a node, each way; the profile's unless given.")]
 DramTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of KV a prefill node's DRAM caches; the "
                                                             "profile's unless given.")]
 SsdTokens = Annotated[int, typer.Option(min=0, help="Tokens of KV on a prefill node's SSD.")]
+CachePolicy = Annotated[str, typer.Option(help=f"What leaves a full cache first: {', '.join(policies.POLICIES)}.")]
 PolicyName = Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")]
 AdmissionName = Annotated[str, typer.Option("--admission", help=(
     f"One of {', '.join(ADMISSIONS)}; {OURS} goes by its own rules unless it is none."))]
@@ -68,7 +85,14 @@ RateScale = Annotated[float, typer.Option(help="2 sends twice as fast as the tra
 TtftSlo = Annotated[str, typer.Option(help="Bound on TTFT: like 30s, or 1s+3x for a second and three times the "
                                            "prompt's own uncached prefill.")]
 TbtSlo = Annotated[str, typer.Option(help="Bound on TBT, like 100ms.")]
+Conductors = Annotated[int, typer.Option(help="Conductors that share the requests.")]
+MessageDelay = Annotated[str, typer.Option(help="Time a message takes.")]
+Jobs = Annotated[int, typer.Option(min=0, help="Processes; one a core if 0.")]
+Resume = Annotated[bool, typer.Option("--resume", help=(
+    "Take the runs that an interrupted command of this version left in --out, and make those that are missing."))]
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn: same seed, same decisions.")]
+Seeds = Annotated[list[int] | None, typer.Option("--seed", help="Of everything that is drawn; again for more, 0 unless "
+                                                                "given.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file too.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for page, figures and numbers; "
                                                "load/results/sim-<what>-<time> unless given.")]
@@ -98,13 +122,12 @@ def run_command(
     trace: Annotated[Path, typer.Option(help="Mooncake JSON-lines trace, or an Azure CSV (no reuse).")],
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, coupled: Coupled = 0, prefix_cache: PrefixCache = False, chunk_tokens: ChunkTokens = 0,
-    pipeline: Pipeline = 1, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
-    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, policy: PolicyName = OURS,
-    admission: AdmissionName = "none", queue: Queue = "", rate_scale: RateScale = 1.0,
+    pipeline: Pipeline = 1, elastic: Elastic = None, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
+    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, cache_policy: CachePolicy = policies.DEFAULT,
+    policy: PolicyName = OURS, admission: AdmissionName = "none", queue: Queue = "", rate_scale: RateScale = 1.0,
     ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
     repeat: Annotated[int, typer.Option(min=1, help="The trace so many times, each time with fresh ids.")] = 1,
-    conductors: Annotated[int, typer.Option(help="Conductors that share the requests.")] = 1,
-    message_delay: Annotated[str, typer.Option(help="Time a message takes.")] = "500us",
+    conductors: Conductors = 1, message_delay: MessageDelay = "500us",
     fault: Annotated[list[str] | None, typer.Option(
         help="What goes wrong, like crash:prefill-2@100-160, slow:prefill-3@100-400x2.5, cut:decode-1@50-60, "
              "lose:all@100-200x0.02; again for more.")] = None,
@@ -116,8 +139,8 @@ def run_command(
     """
     options = RunOptions(
         profile=profile, prefill=prefill, decode=decode, coupled=coupled, prefix_cache=prefix_cache,
-        chunk_tokens=chunk_tokens, pipeline=pipeline, nic_gbps=nic_gbps, dram_tokens=dram_tokens,
-        ssd_tokens=ssd_tokens, policy=policy,
+        chunk_tokens=chunk_tokens, pipeline=pipeline, elastic=elastic, nic_gbps=nic_gbps, dram_tokens=dram_tokens,
+        ssd_tokens=ssd_tokens, cache_policy=cache_policy, policy=policy,
         admission=admission, queue=queue, rate_scale=rate_scale, ttft_slo=ttft_slo,
         tbt_slo_s=_seconds("--tbt-slo", tbt_slo), repeat=repeat, conductors=conductors,
         message_delay_s=_seconds("--message-delay", message_delay), seed=seed,
@@ -126,14 +149,16 @@ def run_command(
     read = load_trace(trace, limit=limit, block_tokens=block_tokens)
     with _progress() as bar:
         result = simulate(read, options, progress=bar)
+    table = result.outcomes.table()
     page = Page(title=f"{label(read.name)} at {rate_scale:g}x, {_what(options)}", facts=_facts(options),
-                tables=[_summary_table({_what(options): result})])
+                tables=[_summary_table({_what(options): result.summary})])
     page.figures = {
-        "latency": ("Time to first token and time between tokens", figures.distributions({_what(options): result})),
+        "latency": ("Time to first token and time between tokens", figures.distributions(
+            {_what(options): (table[:, 3], table[:, 4])})),
         "load": ("Load of the two pools over time", figures.load_curve(result)),
         "lengths": ("Time to first token by prompt length", figures.lengths(result)),
     }
-    _finish(out, f"{read.name}-{_what(options)}", page, run_data(result), json)
+    _finish(_directory(out, f"{read.name}-{_what(options)}"), page, run_data(result), json)
 
 
 @_command("compare")
@@ -142,36 +167,54 @@ def compare_command(
     policy: Annotated[list[str] | None, typer.Option("--policy", help="Again for more; all unless given.")] = None,
     rate_scale: Annotated[list[float] | None, typer.Option(help="Again for more; 1 unless given.")] = None,
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
-    decode: DecodeNodes = 8, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
-    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, admission: AdmissionName = "none",
-    queue: Queue = "", ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms", seed: Seed = 0, json: Json = None,
-    out: Out = None,
+    decode: DecodeNodes = 8, pipeline: Pipeline = 1, elastic: Elastic = None, profile: ProfileName = "a800-llama3-70b",
+    nic_gbps: NicGbps = None, dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0,
+    cache_policy: CachePolicy = policies.DEFAULT, admission: AdmissionName = "none", queue: Queue = "",
+    ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
+    conductors: Conductors = 1, message_delay: MessageDelay = "500us", seed: Seeds = None, jobs: Jobs = 0,
+    resume: Resume = False, json: Json = None, out: Out = None,
 ) -> None:
     """Run policies over traces on the same cluster and set them side by side.
 
     Example: moonbus sim compare --trace conversation_trace.jsonl --policy moonbus --policy mooncake_a1
     """
     plots.require()
-    base = RunOptions(profile=profile, prefill=prefill, decode=decode, nic_gbps=nic_gbps, dram_tokens=dram_tokens,
-                      ssd_tokens=ssd_tokens, admission=admission, queue=queue, ttft_slo=ttft_slo,
-                      tbt_slo_s=_seconds("--tbt-slo", tbt_slo), seed=seed)
-    page, data = Page(title="Policies side by side", facts=_facts(base)), []
-    names, columns = policy or list(POLICIES), {}
-    for path in trace:
-        read = load_trace(path, limit=limit, block_tokens=block_tokens)
-        for rate in rate_scale or [1.0]:
-            results: dict[str, Result] = {}
-            for name in names:
-                with _progress(f"{read.name} {rate:g}x {name}") as bar:
-                    results[name] = simulate(read, replace(base, policy=name, rate_scale=rate), progress=bar)
-            columns[f"{label(read.name)} {rate:g}x"] = results
-            page.tables.append(_summary_table(results, title=f"{label(read.name)} at {rate:g}x"))
-            page.figures[f"{read.name}-{rate:g}"] = (f"{label(read.name)} at {rate:g}x", figures.distributions(results))
-            data += [run_data(result) for result in results.values()]
-    page.tables.insert(0, Table("Mean TTFT, s / inside both bounds", ("policy", *columns), [
-        (name, *(f"{results[name].summary.ttft_s.mean:.2f} / {results[name].summary.slo_share:.1%}"
-                 for results in columns.values())) for name in names]))
-    _finish(out, "compare", page, {"runs": data}, json)
+    base = RunOptions(profile=profile, prefill=prefill, decode=decode, pipeline=pipeline, elastic=elastic,
+                      nic_gbps=nic_gbps, dram_tokens=dram_tokens, ssd_tokens=ssd_tokens,
+                      cache_policy=cache_policy, admission=admission,
+                      queue=queue, ttft_slo=ttft_slo, tbt_slo_s=_seconds("--tbt-slo", tbt_slo), conductors=conductors,
+                      message_delay_s=_seconds("--message-delay", message_delay))
+    names, rates, seeds = policy or list(POLICIES), rate_scale or [1.0], seed or [0]
+    directory = _directory(out, "compare")
+    places = [(source, rate, name, one_seed) for source in _sources(trace, limit, block_tokens, base, names)
+              for rate in rates for name in names for one_seed in seeds]
+    runs = [Run(source, replace(base, policy=name, rate_scale=rate, seed=one_seed))
+            for source, rate, name, one_seed in places]
+    with _grid(directory, "runs", len(runs), resume=resume) as (shelf, ended, tick):
+        made = {}
+        for position, ran in compare(runs, shelf, jobs=jobs or usable_cores(), tick=tick):
+            made[places[position]] = ran
+            ended(f"{ran.trace} {ran.run.options.rate_scale:g}x {ran.run.options.policy}")
+    page = Page(title="Policies side by side", facts=_facts(base, seeds))
+    columns: dict[str, dict[str, list[Ran]]] = {}
+    for place in places:
+        source, rate, name, _ = place
+        columns.setdefault(f"{label(source.name)} {rate:g}x", {}).setdefault(name, []).append(made[place])
+    page.tables = [Table("Mean TTFT, s / inside both bounds", ("policy", *columns), [
+        (name, *(f"{_mean(rans[name], lambda s: s.ttft_s.mean):.2f} / {_mean(rans[name], lambda s: s.slo_share):.1%}"
+                 for rans in columns.values())) for name in names], note=_SEEDS if len(seeds) > 1 else "")]
+    for title, rans in columns.items():
+        page.tables.append(_summary_table({f"{name}{f', seed {seeds[i]}' if len(seeds) > 1 else ''}": ran.summary
+                                           for name, each in rans.items() for i, ran in enumerate(each)}, title=title))
+        page.figures[title.split()[0] + "-" + title.split()[-1]] = (
+            title, figures.distributions({name: (each[0].ttft_s, each[0].tbt_s) for name, each in rans.items()}))
+    if len(rates) > 1:
+        for path in dict.fromkeys(trace):
+            means = {name: [_mean(columns[f"{label(path.stem)} {rate:g}x"][name], lambda s: s.ttft_s.mean)
+                            for rate in rates] for name in names}
+            page.figures[f"{path.stem}-rates"] = (f"{label(path.stem)}: mean TTFT over the rate",
+                                                  figures.over_rate(rates, means))
+    _finish(directory, page, {"runs": [ran_data(made[place]) for place in places]}, json)
 
 
 @_command("knee")
@@ -181,39 +224,65 @@ def knee_command(
     good: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of requests inside both bounds.")] = GOOD_SHARE,
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, coupled: Coupled = 0, prefix_cache: PrefixCache = False, chunk_tokens: ChunkTokens = 0,
-    pipeline: Pipeline = 1, profile: ProfileName = "a800-llama3-70b", nic_gbps: NicGbps = None,
-    dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, admission: AdmissionName = "none",
-    queue: Queue = "", rate_scale: RateScale = 1.5, ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
-    seed: Seed = 0, json: Json = None, out: Out = None,
+    pipeline: Pipeline = 1, elastic: Elastic = None, profile: ProfileName = "a800-llama3-70b",
+    nic_gbps: NicGbps = None, dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0,
+    cache_policy: CachePolicy = policies.DEFAULT, admission: AdmissionName = "none", queue: Queue = "",
+    rate_scale: RateScale = 1.5,
+    ttft_slo: Annotated[list[str] | None, typer.Option(help="Bound on TTFT: like 30s, or 1s+3x for a second and three "
+                                                            "times the prompt's own uncached prefill; again for more, "
+                                                            "30s unless given.")] = None,
+    tbt_slo: TbtSlo = "100ms", conductors: Conductors = 1, message_delay: MessageDelay = "500us", seed: Seeds = None,
+    jobs: Jobs = 0, resume: Resume = False, json: Json = None, out: Out = None,
 ) -> None:
     """Find the highest rate at which enough requests are inside both bounds; --rate-scale is the first guess.
 
-    Example: moonbus sim knee --trace conversation_trace.jsonl --policy mooncake_a1 --ttft-slo 1s+3x
+    Example: moonbus sim knee --trace conversation_trace.jsonl --policy mooncake_a1 --ttft-slo 30s --ttft-slo 1s+3x
     """
     plots.require()
+    bounds = tuple(dict.fromkeys(ttft_slo or ["30s"]))
     base = RunOptions(profile=profile, prefill=prefill, decode=decode, coupled=coupled, prefix_cache=prefix_cache,
-                      chunk_tokens=chunk_tokens, pipeline=pipeline, nic_gbps=nic_gbps, dram_tokens=dram_tokens,
-                      ssd_tokens=ssd_tokens, admission=admission, queue=queue, ttft_slo=ttft_slo, rate_scale=rate_scale,
-                      tbt_slo_s=_seconds("--tbt-slo", tbt_slo), seed=seed)
-    console = Console(stderr=True, highlight=False)
-    rows, data = [], []
-    names = policy or [OURS]
-    reads = [load_trace(path, limit=limit, block_tokens=block_tokens) for path in trace]
-    found: dict[str, list[float | None]] = {name: [] for name in names}
-    for read in reads:
-        for name in names:
-            knee = find_knee(read, replace(base, policy=name), good_share=good, tell=console.print)
-            found[name].append(knee.rate_scale)
-            rows.append((label(read.name), _what(knee.result.options), f"{knee.rate_scale:.2f}",
-                         f"{knee.result.summary.slo_share:.1%}", f"{knee.result.summary.ttft_s.mean:.2f}",
-                         f"{knee.result.summary.long_ttft_p99_s:.1f}"))
-            data.append({"rate_scale": knee.rate_scale, "tried": knee.tried, **run_data(knee.result)})
-    page = Page(title=f"Highest rate with {good:.0%} inside TTFT {ttft_slo} and TBT {tbt_slo}", facts=_facts(base))
-    heads = ("trace", "policy", "rate", "inside both", "mean TTFT, s", "long prompts' P99, s")
-    page.tables = [Table("Knees", heads, rows)]
-    page.figures = {"knees": (page.title, figures.bars([label(read.name) for read in reads], found,
-                                                       unit="times the trace's rate"))}
-    _finish(out, "knee", page, {"knees": data}, json)
+                      chunk_tokens=chunk_tokens, pipeline=pipeline, elastic=elastic, nic_gbps=nic_gbps,
+                      dram_tokens=dram_tokens, ssd_tokens=ssd_tokens, cache_policy=cache_policy,
+                      admission=admission, queue=queue,
+                      rate_scale=rate_scale, ttft_slo=bounds[0], tbt_slo_s=_seconds("--tbt-slo", tbt_slo),
+                      conductors=conductors, message_delay_s=_seconds("--message-delay", message_delay))
+    names, seeds = policy or [OURS], seed or [0]
+    for bound in bounds:
+        base.objective(bound)
+    directory = _directory(out, "knee")
+    places = [(source, name, one_seed) for source in _sources(trace, limit, block_tokens, base, names)
+              for name in names for one_seed in seeds]
+    searches = [Search(source, replace(base, policy=name, seed=one_seed), bounds, good_share=good)
+                for source, name, one_seed in places]
+    with _grid(directory, "searches", len(searches), resume=resume) as (shelf, ended, tick):
+        found: dict[tuple[str, str, str], list[Knee]] = {}
+        for position, knees in find_all(searches, shelf, jobs=jobs or usable_cores(), tick=tick):
+            source, name, _ = places[position]
+            for knee in knees:
+                found.setdefault((source.name, name, knee.bound), []).append(knee)
+            ended(f"{source.name} {name}: {', '.join(f'{one.rate_scale:.2f}x for {one.bound}' for one in knees)}")
+    page = Page(title=f"Highest rate with {good:.0%} inside TTFT {' or '.join(bounds)} and TBT {tbt_slo}",
+                facts=_facts(base, seeds))
+    stems = list(dict.fromkeys(path.stem for path in trace))
+    for bound in bounds:
+        rows = []
+        for stem, name in itertools.product(stems, names):
+            each = found[stem, name, bound]
+            rates = [knee.rate_scale for knee in each]
+            rows.append((label(stem), _what(each[0].ran.run.options), f"{sum(rates) / len(rates):.2f}",
+                         f"{min(rates):.2f} to {max(rates):.2f}", f"{each[0].ran.shares[bound]:.1%}",
+                         f"{each[0].ran.summary.ttft_s.mean:.2f}", f"{each[0].ran.summary.long_ttft_p99_s:.1f}"))
+        heads = ("trace", "policy", "rate", "over the seeds", "inside both", "mean TTFT, s", "long prompts' P99, s")
+        page.tables.append(Table(f"TTFT {bound}", heads, rows, note=(
+            "Times the trace's rate, to 2 %. The last three columns are of the first seed's run at its knee.")))
+        means: dict[str, list[float | None]] = {name: [
+            sum(knee.rate_scale for knee in found[stem, name, bound]) / len(seeds) for stem in stems]
+            for name in names}
+        page.figures[f"knees-{bound.replace('+', '-')}"] = (f"Knees under TTFT {bound}, TBT {tbt_slo}", figures.bars(
+            [label(stem) for stem in stems], means, unit="times the trace's rate"))
+    _finish(directory, page, {"knees": [
+        {"bound": knee.bound, "rate_scale": knee.rate_scale, "share": knee.ran.shares[knee.bound],
+         "tried": knee.tried, **ran_data(knee.ran)} for each in found.values() for knee in each]}, json)
 
 
 @_command("paper")
@@ -241,7 +310,7 @@ def paper_command(
         page.tables += outcome.tables
         page.figures |= outcome.figures
         data |= outcome.data
-    _finish(out, "paper", page, data, json)
+    _finish(_directory(out, "paper"), page, data, json)
 
 
 @_command("fit")
@@ -275,9 +344,20 @@ def label(name: str) -> str:
 
 def run_data(result: Result) -> dict[str, Any]:
     """One run as JSON: the summary's fields, and what was run."""
-    options = {name: value for name, value in vars(result.options).items() if name != "faults"}
-    options["faults"] = [vars(fault) for fault in result.options.faults]
-    return {**msgspec.to_builtins(result.summary), "trace": result.trace, "options": options}
+    return _data(result.summary, result.trace, result.options)
+
+
+def ran_data(ran: Ran) -> dict[str, Any]:
+    """The same of a run that was kept."""
+    return _data(ran.summary, ran.trace, ran.run.options)
+
+
+def _data(summary: Summary, trace: str, options: RunOptions) -> dict[str, Any]:
+    return {**msgspec.to_builtins(summary), "trace": trace, "options": msgspec.to_builtins(options)}
+
+
+def _mean(rans: Sequence[Ran], value: Callable[[Summary], float]) -> float:
+    return sum(value(ran.summary) for ran in rans) / len(rans)
 
 
 def _what(options: RunOptions) -> str:
@@ -288,19 +368,18 @@ def _what(options: RunOptions) -> str:
     return f"{options.policy}{queue}"
 
 
-def _facts(options: RunOptions) -> list[tuple[str, str]]:
+def _facts(options: RunOptions, seeds: Sequence[int] = ()) -> list[tuple[str, str]]:
     nodes = f"{options.coupled} coupled" if options.coupled else f"{options.prefill} prefill, {options.decode} decode"
     return [("nodes", nodes), ("profile", options.profile), ("admission", options.admission),
             ("bounds", f"TTFT {options.ttft_slo}, TBT {format_seconds(options.tbt_slo_s)}"),
-            ("seed", str(options.seed))]
+            ("seed", ", ".join(map(str, seeds or (options.seed,))))]
 
 
-def _summary_table(results: Mapping[str, Result], *, title: str = "Summary") -> Table:
+def _summary_table(results: Mapping[str, Summary], *, title: str = "Summary") -> Table:
     heads = ("", "completed", "turned away", "TTFT mean", "p50", "p90", "p99", "TBT mean", "p99", "inside both",
              "reused", "prefill, GPU s", "wasted, s", "pulled, TB")
     rows = []
-    for name, result in results.items():
-        s = result.summary
+    for name, s in results.items():
         rows.append((name, f"{s.completed}", f"{sum(s.rejected.values()) + s.failed}", f"{s.ttft_s.mean:.2f}",
                      f"{s.ttft_s.p50:.2f}", f"{s.ttft_s.p90:.2f}", f"{s.ttft_s.p99:.2f}", f"{s.tbt_s.mean:.3f}",
                      f"{s.tbt_s.p99:.3f}", f"{s.slo_share:.1%}", f"{s.hit_tokens / max(s.prompt_tokens, 1):.1%}",
@@ -308,10 +387,23 @@ def _summary_table(results: Mapping[str, Result], *, title: str = "Summary") -> 
     return Table(title, heads, rows, note="Seconds. Inside both: completed within both bounds, of all requests.")
 
 
-def _finish(out: Path | None, what: str, page: Page, data: Mapping[str, Any], json: Path | None) -> None:
-    """Writes everything, then shows the tables."""
+def _sources(traces: Sequence[Path], limit: int | None, block_tokens: int, base: RunOptions,
+             policies: Sequence[str]) -> list[Source]:
+    """The traces; raises for those that cannot be read and for options that cannot be, before anything runs."""
+    sources = [Source(str(path), block_tokens, limit) for path in dict.fromkeys(traces)]
+    for source in sources:
+        for policy in policies:
+            check(replace(base, policy=policy), read_source(source))
+    return sources
+
+
+def _directory(out: Path | None, what: str) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    directory = out or Path("load/results") / f"sim-{what.replace(' ', '_').replace(',', '')}-{stamp}"
+    return out or Path("load/results") / f"sim-{what.replace(' ', '_').replace(',', '')}-{stamp}"
+
+
+def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | None) -> None:
+    """Writes everything, then shows the tables."""
     write(directory, page, data, json=json)
     console = Console()
     for table in page.tables:
@@ -327,6 +419,35 @@ def _finish(out: Path | None, what: str, page: Page, data: Mapping[str, Any], js
         if table.note:
             console.print(table.note, highlight=False)
     console.print(f"report: {directory / PAGE_FILE}", soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def _grid(directory: Path, what: str, count: int, *,
+          resume: bool) -> Iterator[tuple[Shelf, Callable[[str], None], Tick]]:
+    """Where finished runs are kept, whom to tell of each that ended, and of simulated requests; a bar meanwhile."""
+    folder = directory / "runs"
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[requests]:,} requests"))
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=count, requests=0)
+
+        def ended(text: str) -> None:
+            progress.console.print(text, soft_wrap=True)
+            progress.advance(task)
+
+        def tick(requests: int) -> None:
+            progress.update(task, requests=progress.tasks[0].fields["requests"] + requests)
+
+        try:
+            yield Shelf(str(folder)), ended, tick
+        except KeyboardInterrupt:
+            console.print(f"interrupted; the finished runs are in {folder}: --out {directory} --resume goes on",
+                          soft_wrap=True)
+            raise typer.Exit(_INTERRUPTED) from None
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 *Prefill first*: while a prompt waits and there is room for it and its answer, it is computed and the running answers
 stand still. With *chunked* prefill every step computes a chunk of the oldest waiting prompt and one token of each
-running answer. With *prefix cache* prompts reuse what is left of others in the instance's own GPU memory. A request
-goes to the instance with the fewest unfinished tokens.
+running answer; chunks take ``CHUNK_COST`` times as long as whole prompts. With *prefix cache* prompts reuse what is
+left of others in the instance's own GPU memory. A request goes to the instance with the fewest unfinished tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from load.sim.decode import Steps
 from load.sim.loop import Loop
+from load.sim.node import CHUNK_COST
 from load.sim.outcome import Outcomes
 from load.sim.profile import NodeProfile
 from load.sim.request import Job
@@ -114,7 +115,7 @@ class Instance:
             return
         profile, chunk = self._profile, self._options.chunk_tokens
         end = min(job.done_tokens + chunk, job.num_tokens) if chunk else job.num_tokens
-        compute_s = profile.compute_s(job.done_tokens, end)
+        compute_s = profile.compute_s(job.done_tokens, end) * (CHUNK_COST if chunk else 1.0)
         if not job.computed_s:
             compute_s += profile.prefill_fixed_s
         job.done_tokens = end

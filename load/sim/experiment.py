@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from load.sim.cluster import Cluster, ClusterOptions, check_possible
 from load.sim.coupled import CoupledCluster, CoupledOptions
@@ -22,6 +23,7 @@ from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
 from shared.ids import BlockKey
 from shared.order import FCFS, ORDER, SRPT, Order, aged
+from shared.store import policies
 from shared.units import parse_seconds
 
 ORDERS = ("fcfs", "srpt", "aged", "bounded")
@@ -29,7 +31,7 @@ AGING = 0.05
 """Of ``aged``, unless given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
-_STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9.]+)\s*x")
+_STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9]+(?:\.[0-9]*)?)\s*x")
 
 Progress = Callable[[int, int], None]
 """Called with requests ended, and all."""
@@ -52,6 +54,8 @@ class RunOptions:
     nic_gbps: float | None = None
     dram_tokens: int | None = None
     ssd_tokens: int = 0
+    cache_policy: str = policies.DEFAULT
+    """What leaves a prefill node's full cache first; that of workers unless given."""
     policy: str = OURS
     admission: str = "none"
     queue: str = ""
@@ -62,22 +66,45 @@ class RunOptions:
     tbt_slo_s: float = 0.1
     output_tokens: int | None = None
     """Length of every answer, instead of the trace's."""
+    elastic: bool | None = None
+    """Whether every node can prefill and decode, by need; ``None``: where the policy is ours and nodes are not grouped
+    into pipelines."""
     repeat: int = 1
     """The trace so many times, one after the other, each time with fresh ids."""
     conductors: int = 1
     message_delay_s: float = 0.0005
     seed: int = 0
-    faults: Sequence[Fault] = ()
+    faults: tuple[Fault, ...] = ()
 
-    def objective(self) -> Objective:
-        """The bounds."""
-        base, stretch = self.ttft_slo, 0.0
-        if match := _STRETCH.fullmatch(self.ttft_slo.strip()):
+    @property
+    def asks_slo(self) -> bool:
+        """Whether requests bring their bounds, so that what becomes of them depends on these."""
+        return self.admission != "none"
+
+    def objective(self, ttft_slo: str | None = None) -> Objective:
+        """The bounds, or those with another TTFT bound."""
+        text = self.ttft_slo if ttft_slo is None else ttft_slo
+        base, stretch = text, 0.0
+        if match := _STRETCH.fullmatch(text.strip()):
             base, stretch = match["base"].strip(), float(match["stretch"])
         try:
             return Objective(ttft_s=parse_seconds(base), tbt_s=self.tbt_slo_s, stretch=stretch)
         except ValueError as error:
             raise UserError(f"--ttft-slo: {error}, or like 1s+3x") from error
+
+
+class Sample(NamedTuple):
+    """The pools at one moment. A load of 1 is all that the pool's nodes can take within the bounds, on average."""
+
+    at_s: float
+    waiting_tokens: int
+    """Of prompts, waiting or running at prefill nodes."""
+    batch: int
+    """Requests in decode batches."""
+    prefill_load: float
+    """Seconds of computing on hand, a prefill node, over the TTFT bound (that of a short prompt)."""
+    decode_load: float
+    """The larger of step time over TBT bound and of memory in use over all, a decode node."""
 
 
 @dataclass
@@ -88,8 +115,7 @@ class Result:
     trace: str
     summary: Summary
     outcomes: Outcomes
-    #: per sample: seconds, prompt tokens waiting or running at prefill nodes, requests in decode batches
-    curve: list[tuple[float, int, int]] = field(default_factory=list)
+    curve: list[Sample] = field(default_factory=list)
     is_given_up: bool = False
     """Stopped early, since it could not reach what was asked."""
 
@@ -99,21 +125,23 @@ def load_trace(path: Path, *, limit: int | None = None, block_tokens: int = MOON
     return read(path, limit=limit, block_tokens=block_tokens)
 
 
-def simulate(trace: Trace, options: RunOptions, *, progress: Progress | None = None, give_up_share: float | None = None,
-             log: Callable[[float, Any, Any], None] | None = None) -> Result:
+def simulate(trace: Trace, options: RunOptions, *, bounds: Sequence[str] = (), progress: Progress | None = None,
+             give_up_share: float | None = None, log: Callable[[float, Any, Any], None] | None = None) -> Result:
     """Runs to the end, or until more than ``give_up_share`` of all requests have missed a bound.
+
+    ``bounds`` are TTFT bounds whose shares are wanted too; then all of them must have been missed by so many.
 
     Raises :class:`UserError` for options that contradict each other or a cluster that cannot be.
     """
-    profile = read_profile(options.profile)
-    _check(options, trace, profile)
+    profile = check(options, trace)
     began_s = time.perf_counter()
     loop = Loop()
     expected = len(trace.arrivals) * options.repeat
-    outcomes = Outcomes(options.objective(), profile, expected=expected)
+    outcomes = Outcomes(options.objective(), profile, expected=expected,
+                        others=[options.objective(bound) for bound in bounds])
     cluster = _cluster(loop, options, trace, profile, outcomes, log)
     cluster.offer(_jobs(trace, options))
-    curve: list[tuple[float, int, int]] = []
+    curve: list[Sample] = []
     if isinstance(cluster, Cluster):
         for fault in options.faults:
             fault.schedule(cluster)
@@ -167,11 +195,16 @@ def _amount(queue: str, text: str) -> float:
     return amount
 
 
-def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:
-    if not options.rate_scale > 0:
+def check(options: RunOptions, trace: Trace) -> NodeProfile:
+    """The profile; raises :class:`UserError` for options that contradict each other or a cluster that cannot be."""
+    profile = read_profile(options.profile)
+    options.objective()
+    if not 0 < options.rate_scale < math.inf:
         raise UserError(f"--rate-scale is {options.rate_scale:g}; expected a number above 0")
     if options.policy not in POLICIES:
         raise UserError(f"there is no policy {options.policy}; there are {', '.join(POLICIES)}")
+    if options.cache_policy not in policies.POLICIES:
+        raise UserError(f"there is no cache policy {options.cache_policy}; there are {', '.join(policies.POLICIES)}")
     if options.admission not in ADMISSIONS:
         raise UserError(f"there is no admission {options.admission}; there are {', '.join(ADMISSIONS)}")
     order_of(options)
@@ -182,6 +215,7 @@ def _check(options: RunOptions, trace: Trace, profile: NodeProfile) -> None:
     if 1 <= profile.vram_tokens < needed:
         raise UserError(f"request {longest.index} of {trace.name} needs {needed} tokens of KV; a node of profile "
                         f"{profile.name} has accelerator memory for {profile.vram_tokens}")
+    return profile
 
 
 def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) -> ClusterOptions:
@@ -189,8 +223,10 @@ def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) ->
         profile=profile, prefill=options.prefill, decode=options.decode, block_tokens=trace.block_tokens,
         policy=options.policy, admission=options.admission, order=order_of(options),
         nic_gbps=options.nic_gbps, dram_tokens=options.dram_tokens, ssd_tokens=options.ssd_tokens,
-        pipeline=options.pipeline, conductors=options.conductors, message_delay_s=options.message_delay_s,
-        seed=options.seed, asks_slo=options.admission != "none",
+        cache_policy=options.cache_policy,
+        pipeline=options.pipeline, conductors=options.conductors,
+        elastic=options.policy == OURS and options.pipeline == 1 if options.elastic is None else options.elastic,
+        message_delay_s=options.message_delay_s, seed=options.seed, asks_slo=options.asks_slo,
         rechecks=options.admission != "none" and options.policy != OURS)
 
 
@@ -228,10 +264,19 @@ def _job(index: int, arrival: Arrival, at_s: float, keys: dict[int, BlockKey], s
                block_tokens=trace.block_tokens)
 
 
-def _sample(loop: Loop, cluster: Cluster, curve: list[tuple[float, int, int]]) -> None:
+def _sample(loop: Loop, cluster: Cluster, curve: list[Sample]) -> None:
+    options, objective, profile = cluster.options, cluster.outcomes.objective, cluster.options.profile
+
     def look() -> None:
-        waiting = sum(job.num_tokens - job.done_tokens for node in cluster.prefill.values() for job in node.jobs)
-        curve.append((loop.now, waiting, sum(node.batch for node in cluster.decode.values())))
+        prefills = [job for node in cluster.prefill.values() for job in node.jobs if job.prefilled_s < 0]
+        decoding = [node for node in cluster.decode.values() if node.batch]
+        curve.append(Sample(
+            loop.now, sum(job.num_tokens - job.done_tokens for job in prefills),
+            sum(node.batch for node in decoding),
+            sum(profile.compute_s(job.done_tokens, job.num_tokens) for job in prefills)
+            / options.prefill / objective.ttft_s,
+            sum(max(node.step_s(node.batch, node.context_tokens) / objective.tbt_s, node.used_share)
+                for node in decoding) / options.decode))
         loop.after(_SAMPLE_S, look)
 
     look()

@@ -7,36 +7,55 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from load.sim.experiment import Result
 
 _SIZE_IN = (7.2, 3.2)
 _DPI = 130
 
+_Array = npt.NDArray[np.float64]
 
-def distributions(results: Mapping[str, Result]) -> bytes:
-    """TTFT and TBT: share of requests at or below each value, one line a run; logarithmic in time."""
-    figure, (left, right) = _figure(columns=2)
-    for name, result in results.items():
-        table = result.outcomes.table()
-        for axes, column in ((left, 3), (right, 4)):
-            values = np.sort(table[:, column][~np.isnan(table[:, column])])
+
+def distributions(runs: Mapping[str, tuple[Sequence[float] | _Array, Sequence[float] | _Array]]) -> bytes:
+    """TTFT and TBT: share of requests at or below each value, one line a run, logarithmic in time.
+
+    Of each run all values or their quantiles, in any order; nan is nobody.
+    """
+    figure, axes = _figure(columns=2)
+    for name, samples in runs.items():
+        for one, sample in zip(axes, samples, strict=True):
+            values = np.sort(np.asarray(sample, dtype=float))
+            values = values[~np.isnan(values)]
             if len(values):
                 shares = np.arange(1, len(values) + 1) / len(values)
-                axes.step(np.maximum(values, 1e-3), shares, where="post", label=name)
-    for axes, title in ((left, "TTFT, s"), (right, "TBT, s")):
-        axes.set_xscale("log")
-        axes.set_xlabel(title)
-        axes.set_ylim(0, 1.02)
-    left.set_ylabel("share of requests")
-    left.legend(frameon=False, fontsize=7)
+                one.step(np.maximum(values, 1e-3), shares, where="post", label=name)
+    for one, title in zip(axes, ("TTFT, s", "TBT, s"), strict=True):
+        one.set_xscale("log")
+        one.set_xlabel(title)
+        one.set_ylim(0, 1.02)
+    axes[0].set_ylabel("share of requests")
+    axes[0].legend(frameon=False, fontsize=7)
+    return _png(figure)
+
+
+def over_rate(rates: Sequence[float], series: Mapping[str, Sequence[float]]) -> bytes:
+    """Mean TTFT over the rate, a line a policy, logarithmic in seconds."""
+    figure, (axes,) = _figure()
+    for name, values in series.items():
+        axes.plot(rates, values, marker="o", markersize=3, linewidth=1.2, label=name)
+    axes.set_yscale("log")
+    axes.set_xticks(rates, [f"{rate:g}x" for rate in rates])
+    axes.set_xlabel("times the trace's rate")
+    axes.set_ylabel("mean TTFT, s")
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
 
 
 def load_curve(result: Result) -> bytes:
     """Prompt tokens waiting and requests decoding over time, and what was turned away."""
     figure, (left, right) = _figure(columns=2)
-    curve = np.array(result.curve) if result.curve else np.zeros((1, 3))
+    curve = np.array(result.curve) if result.curve else np.zeros((1, 5))
     left.plot(curve[:, 0], curve[:, 1] / 1e3)
     left.set_ylabel("prompt tokens waiting, thousands")
     right.plot(curve[:, 0], curve[:, 2], color="C1", label="decoding")
@@ -49,6 +68,21 @@ def load_curve(result: Result) -> bytes:
     for axes in (left, right):
         axes.set_xlabel("time, s")
         axes.set_ylim(bottom=0)
+    return _png(figure)
+
+
+def pool_loads(results: Mapping[str, Result], *, until_s: float) -> bytes:
+    """Load of the prefill nodes and of the decode nodes over time, one panel a run; 1 is what the bounds allow."""
+    figure, panels = _figure(columns=len(results), size_in=(3.1 * len(results), 2.7), share_y=True)
+    for axes, (name, result) in zip(panels, results.items(), strict=True):
+        curve = np.array([sample for sample in result.curve if sample.at_s <= until_s])
+        axes.plot(curve[:, 0] / 60, curve[:, 3], linewidth=1, label="prefill")
+        axes.plot(curve[:, 0] / 60, curve[:, 4], linewidth=1, label="decode")
+        axes.set_title(name, fontsize=8)
+        axes.set_xlabel("time, min")
+        axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("load")
+    panels[0].legend(frameon=False, fontsize=7)
     return _png(figure)
 
 
@@ -81,11 +115,12 @@ def bars(groups: Sequence[str], series: Mapping[str, Sequence[float | None]], *,
     return _png(figure)
 
 
-def _figure(*, columns: int = 1) -> tuple[Any, tuple[Any, ...]]:
+def _figure(*, columns: int = 1, size_in: tuple[float, float] = _SIZE_IN,
+            share_y: bool = False) -> tuple[Any, tuple[Any, ...]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE_IN, layout="constrained")
-    axes = tuple(figure.subplots(1, columns, squeeze=False)[0])
+    figure = Figure(figsize=size_in, layout="constrained")
+    axes = tuple(figure.subplots(1, columns, squeeze=False, sharey=share_y)[0])
     for one in axes:
         one.grid(alpha=0.3, linewidth=0.6)
         one.set_axisbelow(True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,9 +27,9 @@ class Objective:
     tbt_s: float
     stretch: float = 0.0
 
-    def ttft_bound_s(self, job: Job, profile: NodeProfile) -> float:
-        """The bound ``job`` is held to."""
-        return self.ttft_s + (self.stretch * profile.prefill_s(job.num_tokens) if self.stretch else 0.0)
+    def ttft_bound_s(self, num_tokens: float, profile: NodeProfile) -> float:
+        """The bound a prompt of ``num_tokens`` is held to."""
+        return self.ttft_s + (self.stretch * profile.prefill_s(num_tokens) if self.stretch else 0.0)
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -96,13 +97,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcomes:
-    """Collects. One row a request that ended; rejections are counted and have a row without times."""
+    """Collects. One row a request that ended; rejections are counted and have a row without times.
 
-    def __init__(self, objective: Objective, profile: NodeProfile, *, expected: int) -> None:
+    What becomes of requests is held to ``objective``; ``others`` are looked at besides.
+    """
+
+    def __init__(self, objective: Objective, profile: NodeProfile, *, expected: int,
+                 others: Sequence[Objective] = ()) -> None:
         self.objective, self._profile = objective, profile
+        self._objectives = (objective, *others)
+        self._missed = [0] * len(self._objectives)
         self.expected = expected
         self.rejected: Counter[str] = Counter()
-        self.failed = self.completed = self.missed = 0
+        self.failed = self.completed = 0
         self.prompt_tokens = self.hit_tokens = self.pulled_bytes = 0
         self.prefills = 0
         self.computed_s = self.wasted_s = self.loading_s = 0.0
@@ -116,6 +123,11 @@ class Outcomes:
     def ended(self) -> int:
         """Requests that are over."""
         return len(self._rows) // _COLUMNS
+
+    @property
+    def missed(self) -> int:
+        """Requests that are over and missed a bound, under the objective of which the fewest did."""
+        return min(self._missed)
 
     def prefilled(self, job: Job) -> None:
         """A prefill is computed."""
@@ -145,12 +157,13 @@ class Outcomes:
         nan = float("nan")
         ttft_s = job.first_s - job.at_s if job.first_s >= 0 else nan
         tbt_s = max(job.gap_s, job.worst_gap_s) if not reason and job.output_tokens > 1 else nan
-        bound_s = self.objective.ttft_bound_s(job, self._profile)
-        if reason or not ttft_s <= bound_s or tbt_s > self.objective.tbt_s:
-            self.missed += 1
+        bounds_s = [objective.ttft_bound_s(job.num_tokens, self._profile) for objective in self._objectives]
+        for i, (objective, bound_s) in enumerate(zip(self._objectives, bounds_s, strict=True)):
+            if reason or not ttft_s <= bound_s or tbt_s > objective.tbt_s:
+                self._missed[i] += 1
         if reason:
             self.reasons[job.index] = reason
-        self._rows.extend((job.index, job.at_s, job.num_tokens, ttft_s, tbt_s, bound_s, end_s,
+        self._rows.extend((job.index, job.at_s, job.num_tokens, ttft_s, tbt_s, bounds_s[0], end_s,
                           job.predicted_ttft_s if job.predicted_ttft_s >= 0 else nan, job.hit_tokens,
                           job.output_tokens))
 
@@ -159,6 +172,10 @@ class Outcomes:
         predicted TTFT, hit tokens, answer tokens; what did not happen is nan. Shape ``(requests, 10)``."""
         table = np.array(self._rows).reshape(-1, _COLUMNS)
         return table[np.argsort(table[:, 0], kind="stable")]
+
+    def shares(self) -> list[float]:
+        """Requests inside both bounds, of all, under each objective."""
+        return [1.0 - (missed + self.expected - self.ended) / max(self.expected, 1) for missed in self._missed]
 
     def summary(self, *, transferred_bytes: float, busy_s: float, duration_s: float, wall_s: float) -> Summary:
         """All rows in numbers."""

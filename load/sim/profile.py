@@ -75,7 +75,7 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Bringing ``tokens`` reused tokens to the GPUs."""
         return self.reuse_fixed_s + self.reuse_per_token_s * tokens if tokens else 0.0
 
-    def prefill_s(self, num_tokens: int, hit_tokens: int = 0) -> float:
+    def prefill_s(self, num_tokens: float, hit_tokens: float = 0) -> float:
         """The whole prefill of a prompt."""
         return self.prefill_fixed_s + self.reuse_s(hit_tokens) + self.compute_s(hit_tokens, num_tokens)
 

@@ -69,7 +69,8 @@ def test_compare_and_knee_leave_their_page(command: list[str], tmp_path: Path) -
     assert json.loads((tmp_path / "out" / "result.json").read_text())
 
 
-def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path) -> None:
+def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper, "_FIG9_S", 6.0)
     for name in paper.TRACES:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({
             "timestamp": 500 * i, "input_length": 2000, "output_length": 4, "hash_ids": [0, 1, 2, 3 + i]}) + "\n"

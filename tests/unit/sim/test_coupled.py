@@ -36,9 +36,9 @@ def test_a_prompt_makes_the_running_answers_stand_still() -> None:
 def test_chunks_share_their_steps_with_the_answers() -> None:
     first, second = job(0, 0.0, 100, output=11), job(1, 0.115, 200)
     run([first, second], chunk_tokens=100)
-    # two chunks of 0.1 s, each with one token of the first: 0.01 s
-    assert second.first_s == pytest.approx(0.13 + 2 * 0.11)
-    assert first.gap_s == pytest.approx(0.11)
+    # two chunks of 0.1 s, a fifth more for being chunks, each with one token of the first: 0.01 s
+    assert second.first_s == pytest.approx(0.12 + 2 * 0.13)
+    assert first.gap_s == pytest.approx(0.13)
 
 
 def test_prefixes_are_reused_only_with_a_cache() -> None:

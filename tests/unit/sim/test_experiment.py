@@ -187,7 +187,7 @@ def test_the_length_fair_bound_grows_with_the_prompt(tmp_path: Path) -> None:
 
 def test_the_knee_is_where_enough_are_inside(tmp_path: Path) -> None:
     knee = find_knee(busy(80), options(tmp_path, ttft_slo="1s", tbt_slo_s=1.0, queue="fcfs"), low=0.05, high=50.0)
-    assert knee.result.summary.slo_share >= 0.95 and knee.result.options.rate_scale == knee.rate_scale
+    assert knee.ran.summary.slo_share >= 0.95 and knee.ran.run.options.rate_scale == knee.rate_scale
     too_fast = [rate for rate, is_good in knee.tried if not is_good]
     assert too_fast and 1.0 < min(too_fast) / knee.rate_scale < 1.03
     with pytest.raises(UserError, match="not even 40x"):
