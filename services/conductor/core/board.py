@@ -41,7 +41,8 @@ class _Board:
     def __init__(self, workers: Sequence[Worker], cells_of: Callable[[Worker], tuple[float, ...]]) -> None:
         self.workers = workers
         self._cells_of = cells_of
-        self._versions: list[int] = []
+        self.places: dict[WorkerId, int] = {worker.id: place for place, worker in enumerate(workers)}
+        self._changes, self._seen = workers[0].changes, -1
         self._cells = np.empty((0, 0))
         self._rows: tuple[Column, ...] = ()
         self.taught_s: Column = np.empty(0)
@@ -51,21 +52,23 @@ class _Board:
 
     def refresh(self) -> bool:
         """Reads what changed; whether anything did."""
-        versions = [worker.version for worker in self.workers]
-        if versions == self._versions:
+        changes = self._changes
+        if changes.count == self._seen:
             return False
         workers, cells_of = self.workers, self._cells_of
-        if self._versions:
-            pairs = zip(self._versions, versions, strict=True)
-            places = [place for place, (old, new) in enumerate(pairs) if old != new]
-            self._cells[:, places] = np.array([cells_of(workers[place]) for place in places]).T
-        else:
+        changed = changes.since(self._seen) if self._rows else None
+        self._seen = changes.count
+        if changed is None:
             places = list(range(len(workers)))
             self._cells = np.array([cells_of(worker) for worker in workers]).T.copy()
             self._rows = tuple(self._cells)
             self.taught_s = self._rows[-1]
+        else:
+            places = [place for worker in changed if (place := self.places.get(worker)) is not None]
+            if not places:
+                return False
+            self._cells[:, places] = np.array([cells_of(workers[place]) for place in places]).T
         self._read(places)
-        self._versions = versions
         self.first_taught_s = float(self.taught_s.min())
         return True
 
@@ -88,7 +91,6 @@ class PrefillBoard(_Board):
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__(workers, _prefill_cells)
-        self.places: dict[WorkerId, int] = {worker.id: place for place, worker in enumerate(workers)}
         self.order = workers[0].order
         """Of all of them."""
         self._is_explained = True

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ _FIRST = itemgetter(0)
 
 _FIRST_ANSWER_TOKENS = 256.0
 """Length of an answer before any was seen."""
+_MOST_CHANGES = 4096
+"""Changes of workers at hand; who asks more rarely looks at all workers."""
 _MOST_TENANTS = 10_000
 """Tenants whose answers are remembered apart; who was not heard of for longest goes first."""
 
@@ -65,6 +67,24 @@ class Answers:
         """Tokens that most of them (about four of five) stay below."""
         usual, apart = self._of.get(tenant, (self.tokens, 0.0))
         return usual + apart
+
+
+class Changes:
+    """Which workers changed, in order. Readers remember ``count`` and ask what came after it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._latest: deque[WorkerId] = deque(maxlen=_MOST_CHANGES)
+
+    def note(self, worker: WorkerId) -> None:
+        """It is not what it was."""
+        self.count += 1
+        self._latest.append(worker)
+
+    def since(self, count: int) -> set[WorkerId] | None:
+        """Who changed after the first ``count`` changes; ``None`` when these are longer ago than is known."""
+        missed = self.count - count
+        return set(islice(reversed(self._latest), missed)) if missed <= len(self._latest) else None
 
 
 @dataclass(eq=False)
@@ -187,9 +207,8 @@ class Worker:
     #: when its pace was learnt from last
     taught_s: float = -math.inf
     answers: Answers = field(default_factory=Answers)
-    """Shared by all workers."""
-    version: int = 0
-    """Counts changes."""
+    """Shared by all workers, as is the next."""
+    changes: Changes = field(default_factory=Changes)
     _burden: Burden | None = None
     #: when its decode jobs are predicted to be done, in order, and prompt tokens of the first 0, 1, 2 ... of these
     _leaves: tuple[list[float], list[int]] | None = None
@@ -209,7 +228,7 @@ class Worker:
 
     def changed(self) -> None:
         """Something about it or its jobs is not what it was."""
-        self.version += 1
+        self.changes.note(self.id)
         self._burden = self._leaves = None
 
     @property
@@ -410,6 +429,7 @@ class Cluster:
         self.workers: dict[WorkerId, Worker] = {}
         self.jobs: dict[RequestId, Job] = {}
         self.answers = Answers()
+        self._changes = Changes()
         self.refused: Counter[str] = Counter()
         """{kind: loads and observations that cannot be true}."""
 
@@ -417,7 +437,7 @@ class Cluster:
         """A worker begins a life: it has no work and its profile is all that is known of its speed."""
         self.leave(hello.worker)
         self.workers[hello.worker] = Worker(hello, hello.spec.digest, Costs(hello.profile), answers=self.answers,
-                                            order=self._policy.order)
+                                            changes=self._changes, order=self._policy.order)
 
     def leave(self, worker: WorkerId) -> list[RequestId]:
         """A worker is gone with all it had in hand; answers the requests it was computing the prefill of."""
