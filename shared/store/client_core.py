@@ -36,7 +36,7 @@ CHUNK_BYTES = 8 << 20
 INLINE_VALUES = 8
 """Of a batch, at least, that go to a connection for questions: for fewer at a time its round trips take longer than
 to hand more of them to a thread."""
-WINDOW = 2
+WINDOW = 3
 """Questions of one batch that are not answered yet."""
 MAX_ASKED = 4
 """Workers that are asked for a value which nobody is known to have."""

@@ -127,6 +127,16 @@ class _Visit:
         return OperationId(f"{self.id}.stock")
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A PUT whose values were copied into private slots."""
+
+    ask: frames.Put
+    slots: list[int]
+    doubts: tuple[str, str] | None
+    """Code and reason why they cannot be believed."""
+
+
 class Door:
     """Made by :meth:`open`; everything runs on the agent's event loop unless it is said to be the thread's."""
 
@@ -275,22 +285,31 @@ class Door:
 
     def _work(self, visit: _Visit) -> None:
         """Answers in order what was read, as far as that takes no time."""
+        before: _Filled | None = None
         try:
             while visit.inbox and not visit.ended and visit.thread is None:
                 body = visit.inbox.popleft()
+                if isinstance(body, frames.Put) and (slots := self._slots_now(visit, body)) is not None:
+                    before = self._fill_beside(visit, body, slots, before)
+                    continue
+                there, before = self._conclude(visit, before), None
+                if not there:
+                    break
                 if visit.enter is None:
                     self._let_in(visit, body)
                 elif isinstance(body, frames.Done):
                     self._end_loans(visit, body.done)
                 elif (reply := self._try_serve(visit, body)) is not None:
                     self._answer(visit, reply)
-                    self._follow_up(visit)
                 else:
                     self._loop.remove_reader(visit.line.fileno())
                     self._own(self._work_slowly(visit, body))
                     return
         except frames.FrameError as error:
+            self._conclude(visit, before)
             self._throw_out(visit, error)
+        else:
+            self._conclude(visit, before)
 
     async def _work_slowly(self, visit: _Visit, body: object) -> None:
         """Answers what has to wait, and goes on with what was asked meanwhile."""
@@ -299,8 +318,8 @@ class Door:
         except frames.FrameError as error:
             self._throw_out(visit, error)
             return
-        self._answer(visit, reply)
-        self._follow_up(visit)
+        if reply is not None:
+            self._answer(visit, reply)
         if not visit.ended:
             self._loop.add_reader(visit.line.fileno(), self._hear, visit)
             self._work(visit)
@@ -368,15 +387,19 @@ class Door:
     def _try_serve(self, visit: _Visit, body: object) -> frames.Reply | None:
         """The answer, unless it has to wait for the disk or for room: see :meth:`_serve_slowly`."""
         if isinstance(body, frames.Put):
-            return self._take_inline(visit, body)
+            return None if body.wait_ms else self._no_room(body)
         if isinstance(body, frames.Get | frames.Pin) and self._needs_disk(body):
             return None
         return self._serve(visit, body)
 
-    async def _serve_slowly(self, visit: _Visit, body: object) -> frames.Reply:
+    async def _serve_slowly(self, visit: _Visit, body: object) -> frames.Reply | None:
+        """The answer; ``None`` when it was given."""
         if isinstance(body, frames.Put):
             slots = await self._allocate(visit, len(body.blocks), body.wait_ms / 1e3)
-            return self._no_room(body) if slots is None else self._fill(visit, body, slots)
+            if slots is None:
+                return self._no_room(body)
+            self._conclude(visit, self._fill(visit, body, sorted(slots)))
+            return None
         assert isinstance(body, frames.Get | frames.Pin)
         return await self._serve_from_disk(visit, body)
 
@@ -474,8 +497,8 @@ class Door:
         return self._denied("pin", "full", f"clients have pinned {self._pinned} of {self._num_blocks} blocks, this one "
                                            f"by {len(visit.pins)} pins; half of them may be, with what they continue")
 
-    def _take_inline(self, visit: _Visit, ask: frames.Put) -> frames.Reply | None:
-        """A short PUT, copied here and now; ``None`` when there is no room now and it may wait."""
+    def _slots_now(self, visit: _Visit, ask: frames.Put) -> list[int] | None:
+        """Private slots, in order, for a short PUT that is copied here and now; ``None`` when there is no room now."""
         count = len(ask.blocks)
         if visit.enter is None or not ask.sources or count * self._block_bytes > self._inline_bytes:
             raise frames.FrameError(f"{count} values of {self._block_bytes} bytes have no business on this connection")
@@ -486,23 +509,62 @@ class Door:
             more = self._try_allocate(visit, count - len(slots))
             if more is None:
                 self._give_back(visit, slots)
-                return None if ask.wait_ms else self._no_room(ask)
+                return None
             slots += more
-        return self._fill(visit, ask, sorted(slots))
+        return sorted(slots)
 
-    def _fill(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> frames.Reply:
-        """Copies into private ``slots`` and makes them visible."""
+    def _fill_beside(self, visit: _Visit, ask: frames.Put, slots: list[int], before: _Filled | None) -> _Filled:
+        """Copies into private ``slots``; while the helper does so, the values ``before`` become visible."""
+        self._begin_copy(visit, ask, slots)
+        try:
+            if not visit.inbox:
+                visit.inbox.extend(visit.line.receive_now())  # then these, too, have something to be done beside them
+        except (Closed, OSError):
+            pass  # the loop will meet it as well
+        finally:
+            self._conclude(visit, before)
+            self._finish_copy()
+        return _Filled(ask, slots, self._doubts(visit, ask, slots))
+
+    def _conclude(self, visit: _Visit, filled: _Filled | None) -> bool:
+        """Values that were copied become visible, and are answered for. Is the visitor still there?"""
+        if filled is not None and not visit.ended:
+            if filled.doubts:
+                self._give_back(visit, filled.slots)
+                self._refuse(visit, *filled.doubts)
+            else:
+                self._commit(visit, filled.ask, filled.slots)
+        return not visit.ended
+
+    def _fill(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> _Filled:
+        """Copies into private ``slots`` that were waited for."""
         if visit.ended:
             raise frames.FrameError("it left meanwhile")
+        self._begin_copy(visit, ask, slots)
+        self._finish_copy()
+        return _Filled(ask, slots, self._doubts(visit, ask, slots))
+
+    def _begin_copy(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> None:
+        """Loop: begins to copy into private ``slots``, which go back when that cannot be. To be finished in the same
+        turn."""
+        native, nbytes = self._segment.native, self._block_bytes
         try:
-            why = self._copy(visit, ask, slots)
+            runs = [(slots[first], ask.sources[first], self._source(visit, ask.sources[first], count))
+                    for first, count in _runs(slots, ask.sources, nbytes)]
         except frames.FrameError:
             self._give_back(visit, slots)
             raise
-        if why:
-            self._give_back(visit, slots)
-            return self._denied("put", *why)
-        return self._seal(visit, ask, slots)
+        if native is not None and all(source.serial == runs[0][1].serial for _, source, _ in runs):
+            native.begin(self._segment.array, visit.sources[runs[0][1].serial].array,
+                         [(slot * nbytes, source.offset, len(data)) for slot, source, data in runs])
+            return
+        for slot, _, data in runs:
+            self._segment.write(slot * nbytes, data)
+
+    def _finish_copy(self) -> None:
+        """Whatever was begun is copied. Idempotent."""
+        if self._segment.native is not None:
+            self._segment.native.finish()
 
     def _no_room(self, ask: frames.Put) -> frames.Denied:
         if self._agent.is_retired:
@@ -542,7 +604,9 @@ class Door:
             self._tell(self._end, visit)
 
     async def _answer_from(self, visit: _Visit, body: object) -> None:
-        self._answer(visit, self._try_serve(visit, body) or await self._serve_slowly(visit, body))
+        reply = self._try_serve(visit, body) or await self._serve_slowly(visit, body)
+        if reply is not None:
+            self._answer(visit, reply)
 
     def _take(self, visit: _Visit, ask: frames.Put) -> None:
         """Thread: the bytes of a PUT into private slots; the loop commits them, and answers."""
@@ -567,13 +631,17 @@ class Door:
             self._tell(self._commit, visit, ask, slots)
 
     def _copy(self, visit: _Visit, ask: frames.Put, slots: Sequence[int]) -> tuple[str, str] | None:
-        """Fills private ``slots``, in order; code and reason when what is there cannot be believed. Thread or loop."""
+        """Thread: fills private ``slots``, in order; see :meth:`_doubts`."""
         if ask.sources:
             for first, count in _runs(slots, ask.sources, self._block_bytes):
                 self._segment.write(slots[first] * self._block_bytes, self._source(visit, ask.sources[first], count))
         else:
             for slot in slots:
                 visit.line.receive_into(self._bytes(slot).data)
+        return self._doubts(visit, ask, slots)
+
+    def _doubts(self, visit: _Visit, ask: frames.Put, slots: Sequence[int]) -> tuple[str, str] | None:
+        """Code and reason when what ``slots`` were filled with cannot be believed. Thread or loop."""
         wrong = [i for i, sum in enumerate(ask.checksums) if checksum(self._bytes(slots[i])) != sum]
         if wrong:
             return "checksum", f"value {wrong[0]} came with other bytes than were sent"
@@ -685,7 +753,7 @@ class Door:
         return slots
 
     def _commit(self, visit: _Visit, ask: frames.Put, slots: list[int]) -> None:
-        """What a thread has filled becomes visible; then the answer, and a new stock."""
+        """What was filled becomes visible; then the answer, and a new stock."""
         if visit.ended:
             return  # its slots went back with it
         self._answer(visit, self._seal(visit, ask, slots))
@@ -736,10 +804,10 @@ class Door:
             self._restock(visit, used)
 
     def _restock(self, visit: _Visit, count: int) -> None:
-        """For what was just used once more, as long as that is a small part of what there is; twice for a thread,
-        which is at the next question already."""
+        """For what was just used once more, and for the next question, which is being served already; as long as that
+        is a small part of what there is."""
         visit.stocked_s = host_clock_s()
-        count = min(count if visit.thread is None else 2 * count, MAX_STOCK)
+        count = min(2 * count, MAX_STOCK)
         if len(visit.stock) >= count or visit.ended or self._agent.is_retired:
             return
         count = max(count, RESTOCK) - len(visit.stock)
@@ -804,6 +872,7 @@ class Door:
         if visit.ended:
             return
         visit.ended = True
+        self._finish_copy()  # it may go into slots that go back now
         self._visits.discard(visit)
         if visit.thread is None:
             self._loop.remove_reader(visit.line.fileno())

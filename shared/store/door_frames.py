@@ -42,7 +42,7 @@ MAX_KEYS = 512
 """Keys, or blocks, of one request."""
 MAX_NAME = 256
 MAX_TIMEOUT_MS = 600_000
-MAX_INLINE_BYTES = 4 << 20
+MAX_INLINE_BYTES = 8 << 20
 """Most that any door takes on a connection for questions."""
 MISSING = -1
 """Slot of a key that is not here."""

@@ -22,7 +22,7 @@
 #include <immintrin.h>
 #endif
 
-enum { API = 3, MAX_DESCRIPTORS = 16, POLLS_A_YIELD = 8, CROWDED_WAITS = 64 };
+enum { API = 4, MAX_DESCRIPTORS = 16, POLLS_A_YIELD = 8, CROWDED_WAITS = 64 };
 
 /* A yield that takes longer has given the processor to somebody who had work for it. */
 static const double AWAY_US = 40;
@@ -427,9 +427,15 @@ static void copy_past_caches(char *to, const char *from, size_t nbytes)
 }
 
 typedef struct {
+    size_t to, from, length;
+    uint32_t share; /* the first of its shares */
+} Place;
+
+typedef struct {
     char *to;
     const char *from;
-    size_t length, count, stride;
+    size_t length, count, stride; /* parts as far apart here as there */
+    Place *places;                /* or, if there are any, so many (count) of them instead, in any order */
 } Copy;
 
 /* Bytes [start, stop) of the parts laid end to end. */
@@ -444,6 +450,33 @@ static void copy_share(const Copy *copy, size_t start, size_t stop)
     }
 }
 
+static void copy_near(char *to, const char *from, size_t nbytes)
+{
+    memcpy(to, from, nbytes);
+}
+
+static uint32_t shares_of(size_t nbytes)
+{
+    return (uint32_t)((nbytes + SHARE_BYTES - 1) / SHARE_BYTES);
+}
+
+/* The share with this number of what lies at places. */
+static void copy_placed(const Copy *copy, uint32_t share)
+{
+    size_t low = 0, high = copy->count; /* the place is in [low, high) */
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (copy->places[middle].share <= share)
+            low = middle;
+        else
+            high = middle;
+    }
+    const Place *place = &copy->places[low];
+    size_t start = (size_t)(share - place->share) * SHARE_BYTES, left = place->length - start;
+    copy_past_caches(copy->to + place->to + start, copy->from + place->from + start,
+                     left < SHARE_BYTES ? left : SHARE_BYTES);
+}
+
 /* A thread that helps with large copies, one at a time; whoever copies does whatever the helper has not begun. */
 typedef struct {
     PyObject_HEAD
@@ -456,6 +489,8 @@ typedef struct {
     atomic_int closed, sleeping;
     pthread_mutex_t lock;
     pthread_cond_t woken;
+    int begun;                /* has begin() left something for finish() to do? */
+    Py_buffer begun_to, begun_from;
 } Helper;
 
 /* Does one share that nobody has begun; 0 if there is none. */
@@ -467,16 +502,22 @@ static int do_share(Helper *self)
             return 0;
     } while (!atomic_compare_exchange_weak(&self->offer, &offer, offer - 1));
     /* It is ours, so its copy cannot end, nor another one begin, before we say that it is done. */
-    size_t nbytes = self->copy.length * self->copy.count, start = (self->shares - (uint32_t)offer) * SHARE_BYTES;
-    copy_share(&self->copy, start, nbytes - start < SHARE_BYTES ? nbytes : start + SHARE_BYTES);
+    uint32_t share = self->shares - (uint32_t)offer;
+    if (self->copy.places) {
+        copy_placed(&self->copy, share);
+    } else {
+        size_t nbytes = self->copy.length * self->copy.count, start = share * SHARE_BYTES;
+        copy_share(&self->copy, start, nbytes - start < SHARE_BYTES ? nbytes : start + SHARE_BYTES);
+    }
     atomic_fetch_add(&self->done, 1);
     return 1;
 }
 
-static void copy_together(Helper *self, const Copy *copy)
+/* Lets the helper begin with a copy; whoever has ``taken`` it. */
+static void offer_shares(Helper *self, const Copy *copy, uint32_t shares)
 {
     self->copy = *copy;
-    self->shares = (uint32_t)((copy->length * copy->count + SHARE_BYTES - 1) / SHARE_BYTES);
+    self->shares = shares;
     atomic_store(&self->done, 0);
     uint64_t number = (atomic_load(&self->offer) >> 32) + 1;
     atomic_store(&self->offer, number << 32 | self->shares);
@@ -485,6 +526,11 @@ static void copy_together(Helper *self, const Copy *copy)
         pthread_cond_signal(&self->woken);
         pthread_mutex_unlock(&self->lock);
     }
+}
+
+/* Does what the helper has not begun, and waits for the rest. */
+static void finish_shares(Helper *self)
+{
     while (do_share(self))
         ;
     for (unsigned polls = 1; atomic_load(&self->done) < self->shares; polls++)
@@ -545,7 +591,7 @@ static PyObject *helper_copy(Helper *self, PyObject *args)
     int fits = length >= 0 && count >= 0 && length <= shorter
         && (count < 2 || (stride > 0 && stride >= length && (shorter - length) / stride >= count - 1));
     if (fits) {
-        Copy copy = {to.buf, source.buf, (size_t)length, (size_t)count, (size_t)stride};
+        Copy copy = {to.buf, source.buf, (size_t)length, (size_t)count, (size_t)stride, NULL};
         size_t nbytes = copy.length * copy.count;
         Py_BEGIN_ALLOW_THREADS
         if (nbytes < LARGE_BYTES) {
@@ -554,7 +600,8 @@ static PyObject *helper_copy(Helper *self, PyObject *args)
         } else if (atomic_load(&self->closed) || atomic_flag_test_and_set(&self->taken)) {
             copy_share(&copy, 0, nbytes);
         } else {
-            copy_together(self, &copy);
+            offer_shares(self, &copy, shares_of(nbytes));
+            finish_shares(self);
             atomic_flag_clear(&self->taken);
         }
         Py_END_ALLOW_THREADS
@@ -565,6 +612,99 @@ static PyObject *helper_copy(Helper *self, PyObject *args)
     PyBuffer_Release(&source);
     if (!fits)
         return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(begin_doc,
+"begin(to, source, places)\n--\n\n"
+"Begins to copy what lies at ``places``, a list of (offset in to, offset in source, length); finish() ends it, and\n"
+"until then nobody may touch either memory. One at a time, by one thread. Raises ValueError when a place is in neither.");
+
+/* Places out of a list of tuples, or NULL with an exception. */
+static Place *read_places(PyObject *listed, Py_ssize_t to, Py_ssize_t from, uint32_t *shares, size_t *nbytes)
+{
+    Py_ssize_t count = PyList_GET_SIZE(listed);
+    Place *places = PyMem_RawMalloc((size_t)(count ? count : 1) * sizeof *places);
+    if (!places)
+        return (Place *)PyErr_NoMemory();
+    *shares = 0, *nbytes = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyList_GET_ITEM(listed, i);
+        Py_ssize_t there, here, length;
+        if (!PyTuple_Check(item)) {
+            PyErr_SetString(PyExc_TypeError, "places are tuples");
+            goto wrong;
+        }
+        if (!PyArg_ParseTuple(item, "nnn", &there, &here, &length))
+            goto wrong;
+        if (there < 0 || here < 0 || length <= 0 || length > to || length > from || there > to - length
+            || here > from - length || *nbytes > (size_t)PY_SSIZE_T_MAX - (size_t)length
+            || shares_of(*nbytes) > UINT32_MAX / 2) {
+            PyErr_SetString(PyExc_ValueError, "a place does not lie in both");
+            goto wrong;
+        }
+        places[i] = (Place){(size_t)there, (size_t)here, (size_t)length, *shares};
+        *shares += shares_of((size_t)length);
+        *nbytes += (size_t)length;
+    }
+    return places;
+wrong:
+    PyMem_RawFree(places);
+    return NULL;
+}
+
+static PyObject *helper_begin(Helper *self, PyObject *args)
+{
+    Py_buffer to, source;
+    PyObject *listed;
+    if (self->begun) {
+        PyErr_SetString(PyExc_RuntimeError, "a copy was begun and not finished");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "w*y*O!", &to, &source, &PyList_Type, &listed))
+        return NULL;
+    uint32_t shares = 0;
+    size_t nbytes = 0;
+    Place *places = read_places(listed, to.len, source.len, &shares, &nbytes);
+    if (places) {
+        Copy copy = {to.buf, source.buf, 0, (size_t)PyList_GET_SIZE(listed), 0, places};
+        int alone = nbytes < LARGE_BYTES || atomic_load(&self->closed) || atomic_flag_test_and_set(&self->taken);
+        if (!alone) {
+            offer_shares(self, &copy, shares);
+            self->begun_to = to, self->begun_from = source;
+            self->begun = 1;
+            Py_RETURN_NONE;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t i = 0; i < copy.count; i++)
+            (nbytes < LARGE_BYTES ? copy_near : copy_past_caches)(
+                copy.to + places[i].to, copy.from + places[i].from, places[i].length);
+        Py_END_ALLOW_THREADS
+        PyMem_RawFree(places);
+    }
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&source);
+    if (!places)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(finish_doc, "finish()\n--\n\nReturns when what begin() began is copied; at once when there is nothing.");
+
+static PyObject *helper_finish(Helper *self, PyObject *nothing)
+{
+    (void)nothing;
+    if (!self->begun)
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    finish_shares(self);
+    Py_END_ALLOW_THREADS
+    Place *places = self->copy.places;
+    self->begun = 0;
+    atomic_flag_clear(&self->taken);
+    PyMem_RawFree(places);
+    PyBuffer_Release(&self->begun_to);
+    PyBuffer_Release(&self->begun_from);
     Py_RETURN_NONE;
 }
 
@@ -581,6 +721,8 @@ static PyMethodDef helper_methods[] = {
     {"run", (PyCFunction)helper_run, METH_NOARGS, run_doc},
     {"close", (PyCFunction)helper_close, METH_NOARGS, close_doc},
     {"copy", (PyCFunction)helper_copy, METH_VARARGS, copy_doc},
+    {"begin", (PyCFunction)helper_begin, METH_VARARGS, begin_doc},
+    {"finish", (PyCFunction)helper_finish, METH_NOARGS, finish_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shared.transfer.settings import TransferSettings
 
-_API = 3
+_API = 4
 """What is asked of it; a file that was built before this source was written may not have it."""
 
 try:
@@ -47,6 +47,13 @@ class Native:
         self.copy = self._helper.copy
         """``copy(to, source, length, count, stride)``: ``count`` parts of ``length`` bytes, each ``stride`` after the
         one before, here as there, where the two do not overlap; raises ``ValueError`` when one is too short."""
+
+        self.begin = self._helper.begin
+        """``begin(to, source, places)``: begins to copy what lies at ``places``, a list of (offset in ``to``, offset in
+        ``source``, length), while its caller does something else. ``finish()`` does what is left of it and returns when
+        all is there; until then nobody may touch either memory. One at a time, and one thread that begins and finishes.
+        Raises ``ValueError`` when a place is not in both."""
+        self.finish = self._helper.finish
 
         self.differ: Differ = _native.differ
 

@@ -304,17 +304,20 @@ class PoolModel(RuleBasedStateMachine):
             self.private += missing
         return operation, blocks[expected:], allocation.slots if allocation else []
 
-    @rule(work=running, count=st.integers(0, 6))
-    def seal_some(self, work: tuple[OperationId, list[StoredBlock], list[int]], count: int) -> None:
+    @rule(work=running, count=st.integers(0, 6), pin=st.booleans())
+    def seal_some(self, work: tuple[OperationId, list[StoredBlock], list[int]], count: int, pin: bool) -> None:
         operation, blocks, slots = work
         for _ in range(min(count, len(slots))):
+            if blocks[0].depth and blocks[0].parent not in self.cached:
+                return  # it was sealed without a pin, and is gone
             block = blocks.pop(0)
-            new = self.pool.seal(operation, slots.pop(0), block, now=self.now)
+            new = self.pool.seal(operation, slots.pop(0), block, now=self.now, pin=pin)
             assert new == (block.key not in self.cached)
             if new:
                 self.private -= 1
                 self.cached[block.key] = block
-            self.pin(operation, block.key)
+            if pin:
+                self.pin(operation, block.key)
 
     @rule(work=consumes(running))
     def end(self, work: tuple[OperationId, list[StoredBlock], list[int]]) -> None:

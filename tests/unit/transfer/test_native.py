@@ -113,6 +113,55 @@ def test_parts_that_do_not_fit_are_refused(part: native.Native, length: int, cou
     assert not memory.any()
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 400_000)), max_size=12), st.randoms())
+def test_what_lies_at_places_is_copied_and_nothing_else_is_touched(gaps: list[tuple[int, int]], chance: Any) -> None:
+    places: list[tuple[int, int, int]] = []
+    at = 0
+    for gap, length in gaps:
+        at += gap
+        places.append((at, chance.randrange(len(SOURCE) - length), length))
+        at += length
+    memory, wanted = np.zeros(at + 64, dtype=np.uint8), np.zeros(at + 64, dtype=np.uint8)
+    for to, source, length in places:
+        wanted[to:to + length] = SOURCE[source:source + length]
+    chance.shuffle(places)
+    copied = native.Native(0.0)
+    copied.begin(memory, SOURCE, places)
+    copied.finish()
+    copied.finish()
+    assert np.array_equal(memory, wanted)
+
+
+def test_a_copy_that_was_begun_leaves_others_to_themselves(part: native.Native) -> None:
+    nbytes = 2 << 20
+    first, second = np.zeros(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+    for _ in range(20):
+        first[:] = second[:] = 0
+        part.begin(first, SOURCE, [(0, 7, nbytes)])
+        part.copy(second, SOURCE, nbytes, 1, 0)
+        assert np.array_equal(second, SOURCE[:nbytes])
+        with pytest.raises(RuntimeError, match="not finished"):
+            part.begin(second, SOURCE, [(0, 0, 1)])
+        part.finish()
+        assert np.array_equal(first, SOURCE[7:nbytes + 7])
+    part.close()
+    first[:] = 0
+    part.begin(first, SOURCE, [(0, 7, nbytes)])
+    part.finish()
+    assert np.array_equal(first, SOURCE[7:nbytes + 7])
+
+
+@pytest.mark.parametrize("place", [(0, 0, 101), (91, 0, 10), (-1, 0, 10), (0, -1, 10), (0, 0, -1), (0, 0, 0),
+                                   (0, len(SOURCE) - 9, 10), (2**62, 0, 10), (0, 2**62, 10), (0, 0, 2**62)])
+def test_places_that_are_not_in_both_are_refused(part: native.Native, place: tuple[int, int, int]) -> None:
+    memory = np.zeros(100, dtype=np.uint8)
+    with pytest.raises(ValueError, match="does not lie in both"):
+        part.begin(memory, SOURCE, [(0, 0, 5), place])
+    part.finish()
+    assert not memory.any()
+
+
 # -- streams --------------------------------------------------------------------------------------------------
 
 
