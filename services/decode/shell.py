@@ -181,10 +181,9 @@ class DecodeShell:
             agent.pin(recalling, keys[:cached], use=False)
             slots = agent.allocate(recalling, count, tenant=message.tenant)
             if slots is not None:
-                came, spare = await agent.promote(recalling, keys[cached:cached + count], slots,
+                _, spare = await agent.promote(recalling, keys[cached:cached + count], slots,
                                                   timeout_s=message.deadline_s)
                 agent.give_back(recalling, spare)
-                await self._worker.engine.load([agent.pool.slot(key) for key in keys[cached:cached + came]])
             yield
         finally:
             agent.release(recalling)
@@ -240,8 +239,6 @@ class DecodeShell:
             await asyncio.wait_for(self._worker.transfer.release(request.operation), _RELEASE_PATIENCE_S)
         except TimeoutError:
             missing = request.landing.slots
-        if not missing:
-            await self._worker.engine.load(request.slots[request.landing.first_block:])
         if request.operation not in self._requests:
             return refused(message, "cancelled", "it was cancelled meanwhile")
         if missing:

@@ -5,7 +5,8 @@ the queue plans. Cancel, deadline and every failure end a job the same way: its 
 returns what it held, after the engine's step when the engine is writing into it.
 
 Memory is given out in order of arrival, all that a job needs at once: a job that waits holds only the prefix it found,
-and whoever is ahead of it has everything to finish.
+and whoever is ahead of it has everything to finish. Before each of its chunks a job looks again for what others have
+computed or brought meanwhile, and gives back the slots it needs no more.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -116,6 +118,8 @@ class PrefillShell:
         self._jobs: dict[OperationId, _Job] = {}
         #: jobs whose slots the engine is writing right now
         self._computing: frozenset[OperationId] = frozenset()
+        #: {block: jobs that bring it from elsewhere}; never 0
+        self._coming: Counter[BlockKey] = Counter()
         self._cancelled = Cancelled()
         self._memory = asyncio.Lock()
         self._work, self._idle = asyncio.Event(), asyncio.Event()
@@ -246,17 +250,13 @@ class PrefillShell:
     async def _run(self, job: _Job) -> None:
         message, total = job.message, len(job.tokens)
         reusable = min(len(job.keys), (total - 1) // self._block_tokens)
-        async with self._memory:
-            cached = len(self._agent.pin(job.operation, job.keys[:reusable]))
-            slots = await self._agent.wait_allocate(
-                job.operation, self._spec.blocks_of(total) - cached, tenant=message.tenant)
-        self._worker.room.prompt_served(job.operation)
-        promoted, slots = await self._agent.promote(
-            job.operation, job.keys[cached:reusable], slots, timeout_s=message.deadline_s)
-        stages, slots = await self._fetch(job, own=cached + promoted, reusable=reusable, slots=slots)
+        cached, slots = await self._allocate(job, reusable)
+        with self._bringing(job, cached, reusable):
+            promoted, slots = await self._agent.promote(
+                job.operation, job.keys[cached:reusable], slots, timeout_s=message.deadline_s)
+            stages, slots = await self._fetch(job, own=cached + promoted, reusable=reusable, slots=slots)
         reused = stages.hit_tokens // self._block_tokens
         reused_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
-        await self._worker.engine.load(reused_slots[cached:])
         missing = self._spec.blocks_of(total) - reused - len(slots)
         if missing > 0:  # some stay with a writer that stopped half-way
             slots += await self._agent.wait_allocate(job.operation, missing, tenant=message.tenant)
@@ -265,7 +265,7 @@ class PrefillShell:
         try:
             stream.push(self._slices(job, range(reused), 0, self._block_bytes))
             self._queue.add(job.operation, total=total, done=stages.hit_tokens, now=time.monotonic(),
-                            head_start_s=message.head_start_s)
+                            head_start_s=message.head_start_s, keys=job.keys)
             self._work.set()
             either: set[asyncio.Future[Any]] = {job.first_token, stream.broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -282,7 +282,7 @@ class PrefillShell:
             "moonbus.worker": message.decode, "moonbus.bytes": pushed.nbytes, "moonbus.pushes": stream.pushes,
             "moonbus.path": pushed.path})
         stages = msgspec.structs.replace(
-            stages, prefill_queue_s=max(0.0, computed_s - job.arrived_s - stages.fetch_s - job.computing_s),
+            job.stages, prefill_queue_s=max(0.0, computed_s - job.arrived_s - stages.fetch_s - job.computing_s),
             prefill_s=job.computing_s, pushed_bytes=pushed.nbytes,
             push_path=pushed.path, push_wait_s=pushed_s - computed_s)
         metrics.WORKER_PROMPT_TOKENS.observe(total)
@@ -292,6 +292,35 @@ class PrefillShell:
         metrics.WORKER_REUSED_TOKENS.labels(origin="fetched").inc(stages.hit_tokens - stages.local_hit_tokens)
         await self._tell(job, "prefilled", stages)
         await self._hand_over(job, token, stages)
+
+    async def _allocate(self, job: _Job, reusable: int) -> tuple[int, list[int]]:
+        """Pins what of the prompt is cached and takes slots for the rest, once there are enough; how many blocks are
+        cached, and the slots."""
+        async with self._memory:
+            while True:
+                released = self._agent.next_release
+                cached = len(self._agent.pin(job.operation, job.keys[:reusable]))
+                slots = self._agent.allocate(
+                    job.operation, self._spec.blocks_of(len(job.tokens)) - cached, tenant=job.message.tenant)
+                if slots is not None:
+                    self._worker.room.prompt_served(job.operation)
+                    return cached, slots
+                await released.wait()
+
+    @contextmanager
+    def _bringing(self, job: _Job, cached: int, reusable: int) -> Generator[None]:
+        """Prompts that lack the same blocks wait for them meanwhile, instead of computing them."""
+        ssd = self._agent.ssd
+        ends = [source.first_block + source.num_blocks for source in job.message.sources]
+        if ssd is not None:
+            ends.append(cached + ssd.match(job.keys[cached:reusable]))
+        keys = job.keys[cached:min(max(ends, default=0), reusable)]
+        self._coming.update(keys)
+        try:
+            yield
+        finally:
+            self._coming -= Counter(keys)
+            self._work.set()
 
     async def _fetch(self, job: _Job, *, own: int, reusable: int, slots: list[int]) -> tuple[Stages, list[int]]:
         """Lets the owners of the reuse plan push what we lack into ``slots``.
@@ -374,7 +403,7 @@ class PrefillShell:
     async def _compute(self) -> None:
         """Runs the engine over whatever the queue plans, until cancelled."""
         while True:
-            chunks = self._queue.plan()
+            chunks = self._plan()
             if not chunks:
                 self._work.clear()
                 await self._work.wait()
@@ -395,6 +424,30 @@ class PrefillShell:
                 for job in jobs:
                     if job.task is not None and job.task.done():
                         self._give_back(job)
+
+    def _plan(self) -> list[Chunk]:
+        """What the engine computes next: nothing that has become cached since the prompts were looked at last."""
+        while True:
+            chunks = self._queue.plan(self._coming)
+            if not any([self._reuse(self._jobs[chunk.operation], chunk.start) for chunk in chunks]):
+                return chunks
+
+    def _reuse(self, job: _Job, start: int) -> bool:
+        """Takes over blocks from token ``start`` on that others have computed or brought; whether there are any."""
+        first = start // self._block_tokens
+        keys = job.keys[:(len(job.tokens) - 1) // self._block_tokens]
+        end = first + self._agent.pool.match(keys[first:])
+        if end == first:
+            return False
+        spare, job.slots[first:end] = job.slots[first:end], self._agent.pin(job.operation, keys[:end])[first:]
+        self._agent.give_back(job.operation, spare)
+        gained = (end - first) * self._block_tokens
+        job.stages = msgspec.structs.replace(job.stages, hit_tokens=job.stages.hit_tokens + gained,
+                                             local_hit_tokens=job.stages.local_hit_tokens + gained)
+        self._queue.reuse(job.operation, end * self._block_tokens)
+        if job.stream is not None:
+            job.stream.push(self._slices(job, range(first, end), 0, self._block_bytes))
+        return True
 
     async def _step(self, chunks: list[Chunk], jobs: list[_Job]) -> None:
         loop = asyncio.get_running_loop()

@@ -37,7 +37,10 @@ class EngineThread:
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         self._executor = executor
         self.profile = Profile()
+        self._block_tokens = 1
         self._on_device = False
+        #: slots that were handed out since the engine wrote or loaded them: the accelerator may lack their bytes
+        self._behind: set[int] = set()
 
     @classmethod
     @asynccontextmanager
@@ -62,13 +65,26 @@ class EngineThread:
 
         ``on_layer(layer)`` is called on the engine's thread as soon as that layer's KV of all works is in the pool.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._step, works, on_layer)
+        stale = self._take_stale(works)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self._step, works, stale, on_layer)
+        except BaseException:
+            self._behind.update(stale)
+            raise
 
-    async def load(self, slots: Sequence[int]) -> None:
-        """Makes blocks that peers wrote into the pool's memory usable for the next steps: a copy to the accelerator,
-        nothing on a CPU, whose pool is that memory."""
-        if self._on_device and slots:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._pool.to_device, slots)
+    def handed_out(self, slots: Sequence[int]) -> None:
+        """Somebody is about to fill these slots of the pool, in its memory unless the engine does. What lies there is
+        copied to the accelerator before it is needed; a CPU's pool is that memory."""
+        if self._on_device:
+            self._behind.update(slots)
+
+    def _take_stale(self, works: Sequence[Work]) -> list[int]:
+        """Slots to copy before the step that are read in it. Those that are written in it are behind no more."""
+        if not self._behind:
+            return []
+        stale = {slot for work in works for slot in work.blocks[:-(-work.start // self._block_tokens)]} & self._behind
+        self._behind.difference_update(*(work.blocks for work in works))
+        return sorted(stale)
 
     # --- on the thread -----------------------------------------------------------------------------------------
 
@@ -79,7 +95,7 @@ class EngineThread:
         from shared.engine.runtime import Engine
 
         self._pool = KVPool(spec, num_blocks, memory, device)
-        self._on_device = device != "cpu"
+        self._on_device, self._block_tokens = device != "cpu", spec.block_tokens
         self._engine = Engine.load(model, spec, self._pool, device=device, threads=threads)
         self.profile = measure(self._engine)
 
@@ -87,10 +103,13 @@ class EngineThread:
         self.__dict__.pop("_engine", None)
         self.__dict__.pop("_pool", None)
 
-    def _step(self, works: Sequence[Work], on_layer: Callable[[int], None] | None) -> list[int | None]:
+    def _step(self, works: Sequence[Work], stale: Sequence[int],
+              on_layer: Callable[[int], None] | None) -> list[int | None]:
         from shared.engine.runtime import Row
         from shared.engine.sampler import sample
 
+        if stale:
+            self._pool.to_device(stale)
         logits = self._engine.forward([Row(work.tokens, work.start, work.blocks) for work in works], on_layer)
         wanted = [i for i, work in enumerate(works) if work.sampling is not None]
         if not wanted:

@@ -5,9 +5,9 @@ a prompt that was taken waits *here* for its slots. Two workers, each full of re
 other's prompts for ever. Everything else ends by itself: prompts that have their slots, answers that run. Therefore
 
 * a prompt is taken only if it fits beside what is reserved, and while a prompt waits nothing more is reserved;
-* while an answer that lost its slots waits for new ones, no prompt is taken.
+* while an answer that lost its slots waits for new ones, neither is taken.
 
-What was taken before that is finite, so whoever waits gets its slots. A worker of one kind never meets either limit.
+What was taken before that is finite, so whoever waits gets its slots.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Room:
 
     def refuses_answer(self) -> str:
         """Why no answer gets a reservation now; empty when it does."""
-        return f"{len(self._waiting)} prompts wait for memory" if self._waiting else ""
+        if self._waiting:
+            return f"{len(self._waiting)} prompts wait for memory"
+        return "an answer waits for memory" if self.answers_wait() else ""
 
     def prompt_taken(self, operation: OperationId) -> None:
         """It waits for its slots from now on."""

@@ -104,6 +104,7 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
             async with open_agent(
                 settings, worker=worker, incarnation=incarnation, spec=spec, num_blocks=num_blocks,
                 segment=segment, transfer=transfer, bus=bus, clock=clock, files=files,
+                on_handed_out=engine.handed_out,
             ) as agent:
                 yield Worker(id=worker, incarnation=incarnation, role=role, settings=settings, model=model, spec=spec,
                              num_blocks=num_blocks, clock=clock, bus=bus, transfer=transfer, agent=agent, engine=engine,
@@ -113,7 +114,8 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
 @asynccontextmanager
 async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: Incarnation, spec: CacheSpec,
                      num_blocks: int, segment: Segment, transfer: TransferEngine, bus: Bus, clock: Clock,
-                     files: Files | None = None, inline_bytes: int = INLINE_BYTES) -> AsyncIterator[StoreAgent]:
+                     files: Files | None = None, inline_bytes: int = INLINE_BYTES,
+                     on_handed_out: Callable[[Sequence[int]], None] | None = None) -> AsyncIterator[StoreAgent]:
     """A store agent over the registered ``segment``, with the SSD tier that ``settings`` want and a door for clients,
     whose puts of up to ``inline_bytes`` this loop copies itself.
     """
@@ -126,7 +128,7 @@ async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: 
                 settings.ssd.directory(worker, spec.digest), spec, settings.ssd, clock=clock, files=files))
         agent = StoreAgent(worker=worker, incarnation=incarnation, spec=spec, pool=pool, transfer=transfer,
                            segment=SEGMENT, memory=segment.buffer, bus=bus, clock=clock, ssd=ssd,
-                           ssd_settings=settings.ssd)
+                           ssd_settings=settings.ssd, on_handed_out=on_handed_out)
         await stack.enter_async_context(agent.open())
         await stack.enter_async_context(Door.open(
             agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from shared.bus.nats import NatsBus
 from shared.ids import WorkerId
-from shared.messages import Refused, Reserved, Sampling
+from shared.messages import Refused, Reserved, Sampling, Source
 from shared.transfer import TransferSettings
 from tests.support.eventually import Eventually
 from tests.support.workers import Asker, Workers, clean, open_workers, prompt
@@ -87,7 +87,6 @@ async def test_an_owner_that_is_gone_costs_no_wait(workers: Workers) -> None:
     tokens = prompt(60, seed=7)
     job, reserved = await workers.asker.reserve(workers.d1.id, tokens, Sampling(max_tokens=4))
     assert isinstance(reserved, Reserved)
-    from shared.messages import Source
     source = Source(owner=WorkerId("nobody"), incarnation=workers.p1.incarnation, first_block=0, num_blocks=3)
     await workers.asker.dispatch(workers.p1.id, workers.d1.id, job, reserved, [source])
     answer = workers.asker.answers[job.request]
@@ -104,6 +103,51 @@ async def test_corrupt_blocks_are_computed_and_corrupt_layers_sent_again(nats_ur
         fetched = await workers.asker.ask(workers.p2, workers.d1, tokens, sources=[(workers.p1, 0, 7)])
         assert fetched.stages is not None and fetched.stages.fetch_failed_blocks > 0
         assert reference.tokens == pushed.tokens == fetched.tokens
+
+
+async def test_siblings_that_come_together_compute_their_prefix_once(
+        workers: Workers, eventually: Eventually) -> None:
+    shared = prompt(200, seed=70)
+    prompts = [shared + prompt(20 + n, seed=71 + n) for n in range(8)]
+    expected = [(await workers.asker.ask(workers.p2, workers.d1, tokens, salt=f"reference {n}")).tokens
+                for n, tokens in enumerate(prompts)]
+    answers = await asyncio.gather(*(workers.asker.ask(workers.p1, workers.d1, tokens) for tokens in prompts))
+    assert [answer.tokens for answer in answers] == expected
+    assert sorted(answer.hit_tokens for answer in answers) == [0] + [192] * 7
+    await eventually(lambda: clean(workers), "everything given back")
+
+
+async def test_siblings_of_a_prompt_that_is_cancelled_go_on_where_it_was(
+        workers: Workers, eventually: Eventually) -> None:
+    shared = prompt(1_200, seed=80)
+    first, reserved = await workers.asker.reserve(workers.d1.id, shared + prompt(20, seed=81), Sampling(max_tokens=4))
+    assert isinstance(reserved, Reserved)
+    await workers.asker.dispatch(workers.p1.id, workers.d1.id, first, reserved)
+    prompts = [shared + prompt(30 + n, seed=82 + n) for n in range(3)]
+    others = [asyncio.create_task(workers.asker.ask(workers.p1, workers.d1, tokens)) for tokens in prompts]
+    await eventually(lambda: workers.p1.agent.pool.statistics().cached >= 5, "some of it is computed")
+    await workers.asker.cancel(first.request)
+    answers = await asyncio.gather(*others)
+    assert sum(answer.hit_tokens for answer in answers) > 2 * 1_200
+    references = [await workers.asker.ask(workers.p2, workers.d1, tokens, salt="reference") for tokens in prompts]
+    assert [answer.tokens for answer in answers] == [reference.tokens for reference in references]
+    await eventually(lambda: clean(workers), "everything given back")
+
+
+async def test_a_sibling_waits_for_what_another_fetches(workers: Workers, eventually: Eventually) -> None:
+    """One is to fetch the prefix, one is not: neither computes it."""
+    shared = prompt(200, seed=90)
+    await workers.asker.ask(workers.p2, workers.d1, [*shared, 7], max_tokens=1)
+    jobs = [await workers.asker.reserve(workers.d1.id, shared + more, Sampling(max_tokens=2)) for more in ([8], [9])]
+    source = Source(owner=workers.p2.id, incarnation=workers.p2.incarnation, first_block=0, num_blocks=12)
+    for (job, reserved), sources in zip(jobs, ([source], []), strict=True):
+        assert isinstance(reserved, Reserved)
+        await workers.asker.dispatch(workers.p1.id, workers.d1.id, job, reserved, sources)
+    answers = [workers.asker.answers[job.request] for job, _ in jobs]
+    await asyncio.wait_for(asyncio.gather(*(answer.over.wait() for answer in answers)), 20)
+    assert [answer.stages.fetched_blocks for answer in answers if answer.stages is not None] == [12, 0]
+    assert [answer.hit_tokens for answer in answers] == [192, 192]
+    await eventually(lambda: clean(workers), "everything given back")
 
 
 async def test_cancel_frees_everything_at_once(workers: Workers, eventually: Eventually) -> None:

@@ -188,11 +188,16 @@ class DecodeBatch:
         return Outcome(running, token, "length" if full else "")
 
     def _seat(self, evicted: list[BlockKey], *, now: float) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            running = self._waiting[0]
-            if not running.slots and not self._resume(running, evicted, now=now):
+        """Seats those that wait, in order; but whoever has its memory does not wait behind who has none."""
+        is_full = False
+        for running in list(self._waiting):
+            if len(self._running) >= self._max_running:
                 return
-            self._waiting.pop(0)
+            if not running.slots:
+                is_full = is_full or not self._resume(running, evicted, now=now)
+                if is_full:
+                    continue
+            self._waiting.remove(running)
             self._running.append(running)
 
     def _resume(self, running: Running, evicted: list[BlockKey], *, now: float) -> bool:

@@ -4,13 +4,18 @@ A pass takes up to ``chunk_tokens`` new tokens from the prompts that are first i
 what each of them has left. So whoever comes and has less may take over at the next pass, and what was computed of the
 other one stays. Every chunk but a prompt's last ends on a block boundary, so each block is computed, and sent, exactly
 once.
+
+No block is computed for two prompts: one whose next block is in the pass already, or on its way from elsewhere, waits
+until it is there and then goes on behind it (:meth:`PrefillQueue.reuse`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from shared.ids import OperationId
+from shared.errors import Bug
+from shared.ids import BlockKey, OperationId
 from shared.messages import Profile
 from shared.order import Order
 
@@ -24,6 +29,8 @@ class Prompt:
     done: int
     since_s: float
     """When it became ready, as far as the order is concerned; monotonic seconds."""
+    keys: Sequence[BlockKey]
+    """Of its full blocks."""
     rank: float = 0.0
     """Its number in the order."""
 
@@ -59,27 +66,46 @@ class PrefillQueue:
         """Tokens to be computed, all prompts together."""
         return sum(prompt.remain_len for prompt in self._prompts.values())
 
-    def add(self, operation: OperationId, *, total: int, done: int, now: float, head_start_s: float = 0.0) -> None:
+    def add(self, operation: OperationId, *, total: int, done: int, now: float, head_start_s: float = 0.0,
+            keys: Sequence[BlockKey] = ()) -> None:
         """A prompt is ready to be computed from token ``done`` (a block boundary) on; it counts as ready since
-        ``head_start_s`` before ``now``."""
-        prompt = self._prompts[operation] = Prompt(operation, total, done, now - head_start_s)
+        ``head_start_s`` before ``now``. ``keys`` are those of its full blocks."""
+        prompt = self._prompts[operation] = Prompt(operation, total, done, now - head_start_s, keys)
+        self._place(prompt)
+
+    def reuse(self, operation: OperationId, done: int) -> None:
+        """Tokens up to ``done`` (a block boundary, not its end) need not be computed any more."""
+        prompt = self._prompts[operation]
+        if not prompt.done <= done < prompt.total or done % self._block_tokens:
+            raise Bug(f"{operation} is at {prompt.done} of {prompt.total} tokens and reuses up to {done}")
+        prompt.done = done
         self._place(prompt)
 
     def remove(self, operation: OperationId) -> None:
         """Forgets a prompt. Idempotent."""
         self._prompts.pop(operation, None)
 
-    def plan(self) -> list[Chunk]:
-        """The next pass. Changes nothing; call :meth:`advance` with each chunk once it is computed."""
+    def plan(self, coming: Container[BlockKey] = ()) -> list[Chunk]:
+        """The next pass, while the blocks ``coming`` are on their way.
+
+        Changes nothing; call :meth:`advance` with each chunk once it is computed.
+        """
         chunks: list[Chunk] = []
+        computing: set[BlockKey] = set()
         room = self._chunk_tokens
         for prompt in sorted(self._prompts.values(), key=_rank):
+            block = prompt.done // self._block_tokens
+            if prompt.keys and block < (prompt.total - 1) // self._block_tokens:  # its last token it computes itself
+                following = prompt.keys[block]
+                if following in computing or following in coming:
+                    continue
             length = min(prompt.remain_len, room)
             if length < prompt.remain_len:
                 length -= length % self._block_tokens
             if length <= 0:
                 break
             chunks.append(Chunk(prompt.operation, prompt.done, length, last=length == prompt.remain_len))
+            computing.update(prompt.keys[block:(prompt.done + length) // self._block_tokens])
             room -= length
         return chunks
 

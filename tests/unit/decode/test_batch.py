@@ -127,6 +127,29 @@ def test_while_others_hold_the_memory_an_answer_waits_instead_of_ending_short() 
     assert tokens == answer_of([1, 2, 3, 4, 5, 6, 7], 6)
 
 
+def test_who_has_memory_does_not_wait_behind_who_has_none() -> None:
+    """The one whose prompt has just come holds the very blocks that the preempted one waits for."""
+    pool = BlockPool(5)
+    batch = make(pool)
+    young = OperationId("young")
+    reservation = pool.allocate(young, 3, now=0)
+    assert reservation is not None
+    arrive(batch, pool, "old", [1, 2, 3, 4, 5, 6, 7], Sampling(max_tokens=6))
+    while not batch.has_preempted:
+        step(batch, pool, 1)
+    prompt = list(range(11))
+    running = Running(operation=young, request=RequestId("young"), tenant="t", root=ROOT, tokens=prompt[:],
+                      prompt_len=11, sampling=Sampling(max_tokens=3), keys=block_keys(ROOT, prompt, BLOCK),
+                      slots=reservation.slots, computed_len=11)
+    batch.start(running, next_token(prompt))
+    ended: dict[str, list[int]] = {}
+    for now in range(20):
+        for outcome in step(batch, pool, now):
+            if outcome.finish:
+                ended[outcome.running.operation] = outcome.running.tokens[outcome.running.prompt_len:]
+    assert ended == {"young": answer_of(prompt, 3), "old": answer_of([1, 2, 3, 4, 5, 6, 7], 6)}
+
+
 def test_the_youngest_is_preempted_and_comes_back() -> None:
     pool = BlockPool(5)
     batch = make(pool)

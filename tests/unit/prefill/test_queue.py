@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.prefill.core.queue import Chunk, PrefillQueue
-from shared.ids import OperationId
+from shared.errors import Bug
+from shared.ids import BlockKey, OperationId
 from shared.messages import Profile
 from shared.order import FCFS, ORDER, SRPT, Order, aged
 
@@ -89,3 +93,85 @@ def test_every_token_once_in_order_and_blocks_never_split(prompts: list[tuple[in
             assert chunk.last or chunk.length % block == 0
             queue.advance(chunk)
     assert computed == expected
+
+
+def keys_of(path: str) -> list[BlockKey]:
+    """A key a letter, chained: prompts share the blocks of the prefix they share."""
+    return [BlockKey(path[:n].encode()) for n in range(1, len(path) + 1)]
+
+
+def test_siblings_wait_for_the_block_that_is_computed_and_go_on_behind_it() -> None:
+    queue = queue_of(FCFS, chunk_tokens=32)
+    queue.add(OperationId("first"), total=13, done=0, now=0.0, keys=keys_of("aab"))
+    queue.add(OperationId("second"), total=14, done=0, now=1.0, keys=keys_of("aac"))
+    queue.add(OperationId("other"), total=9, done=0, now=2.0, keys=keys_of("xy"))
+    assert queue.plan() == [Chunk(OperationId("first"), 0, 13, True), Chunk(OperationId("other"), 0, 9, True)]
+    for chunk in queue.plan():
+        queue.advance(chunk)
+    queue.reuse(OperationId("second"), 8)
+    assert queue.remaining_tokens == 6
+    assert queue.plan() == [Chunk(OperationId("second"), 8, 6, True)]
+
+
+def test_what_is_on_its_way_is_waited_for_but_the_last_token_is_computed() -> None:
+    queue = queue_of(FCFS, chunk_tokens=32)
+    queue.add(OperationId("a"), total=8, done=0, now=0.0, keys=keys_of("ab"))
+    assert queue.plan(set(keys_of("a"))) == []
+    queue.reuse(OperationId("a"), 4)
+    assert queue.plan(set(keys_of("ab"))) == [Chunk(OperationId("a"), 4, 4, True)], "its last block is its own work"
+    for done in (0, 6, 8):
+        with pytest.raises(Bug):
+            queue.reuse(OperationId("a"), done)
+
+
+PATHS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+@given(PATHS, st.integers(1, 5), st.sampled_from([FCFS, SRPT, ORDER]), st.lists(st.integers(0, 7), max_size=6),
+       st.sets(st.text("ab", min_size=1, max_size=3), max_size=2), st.booleans())
+def test_no_block_is_computed_twice(prompts: list[tuple[str, int]], chunk_blocks: int, order: Order,
+                                    cancelled: list[int], coming: set[str], arrives: bool) -> None:
+    """A prefix tree of prompts, some of which end early, some of whose blocks come from elsewhere or fail to."""
+    block = 4
+    queue = queue_of(order, chunk_tokens=chunk_blocks * block, block_tokens=block)
+    keys, totals, done = {}, {}, Counter[OperationId]()
+    for i, (path, more) in enumerate(prompts):
+        operation = OperationId(str(i))
+        keys[operation], totals[operation] = keys_of(path), len(path) * block + more
+        queue.add(operation, total=totals[operation], done=0, now=float(i), keys=keys[operation])
+    cached: set[BlockKey] = set()
+    computed: Counter[BlockKey] = Counter()
+    on_its_way = {key for path in coming for key in keys_of(path)}
+    while True:
+        chunks = queue.plan(on_its_way)
+        if not chunks and on_its_way:
+            cached |= on_its_way if arrives else set()
+            on_its_way = set()
+            continue
+        if not chunks:
+            break
+        reused = False
+        for chunk in chunks:
+            usable = keys[chunk.operation][:(totals[chunk.operation] - 1) // block]
+            end = chunk.start // block
+            while end < len(usable) and usable[end] in cached:
+                end += 1
+            if end * block > chunk.start:
+                queue.reuse(chunk.operation, end * block)
+                done[chunk.operation] = end * block
+                reused = True
+        if reused:
+            continue
+        for chunk in chunks:
+            assert chunk.start == done[chunk.operation]
+            done[chunk.operation] += chunk.length
+            blocks = keys[chunk.operation][chunk.start // block:done[chunk.operation] // block]
+            usable = set(keys[chunk.operation][:(totals[chunk.operation] - 1) // block])
+            computed.update(usable.intersection(blocks))
+            cached.update(blocks)
+            queue.advance(chunk)
+        if cancelled:
+            queue.remove(OperationId(str(cancelled[0])))
+            totals.pop(OperationId(str(cancelled.pop(0))), None)
+    assert all(done[operation] == total for operation, total in totals.items())
+    assert set(computed.values()) <= {1}

@@ -136,7 +136,7 @@ def test_whoever_was_taken_ends(asks: list[tuple[int, int, int, int, int, int]])
     assert all(node.room.reserved_blocks == 0 and not node.room.refuses_answer() for node in nodes)
 
 
-def test_a_worker_of_one_kind_meets_no_limit() -> None:
+def test_a_worker_of_one_kind_may_promise_more_than_it_has() -> None:
     prefill, decode = Room(TOTAL), Room(TOTAL)
     for number in range(20):
         assert not prefill.refuses_prompt(TOTAL)
@@ -152,7 +152,7 @@ def test_a_refusal_says_the_numbers() -> None:
     assert room.refuses_prompt(6) == "it needs 6 of 8 blocks, 3 are reserved for answers"
     assert room.refuses_prompt(5) == ""
     room.answers_wait = lambda: True
-    assert room.refuses_prompt(5) == "an answer waits for memory"
+    assert room.refuses_prompt(5) == room.refuses_answer() == "an answer waits for memory"
     room.prompt_taken(OperationId("prompt"))
     assert room.refuses_answer() == "1 prompts wait for memory"
     with pytest.raises(Bug):
