@@ -154,6 +154,15 @@ def chat(url: GatewayUrl = None, data_dir: DataDir = None,
     run(url=url, data_dir=data_dir, model=model, system=system, max_tokens=max_tokens, temperature=temperature)
 
 
+@app.command(rich_help_panel=_ASK, epilog="Examples:\n\n  moonbus advise\n\n  moonbus advise --json")
+def advise(json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False, nats_url: NatsUrl = None,
+           data_dir: DataDir = None) -> None:
+    """Say whether the ratio of prefill to decode workers fits the load, and what it should be."""
+    from services.cli.advise import advise as run
+
+    run(nats_url, data_dir, json=json)
+
+
 @app.command(rich_help_panel=_ASK, epilog="Example: moonbus workers --nats-url nats://10.0.0.1:4222")
 def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """List the workers as a conductor sees them."""

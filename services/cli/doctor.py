@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.cli import doctor_transfer
+from services.cli import doctor_conductor, doctor_transfer
 from services.cli.findings import Finding, Verdict, judge
 from services.cli.output import console
 from services.launcher.plan import LEAST_POOL_BYTES
@@ -69,6 +69,7 @@ def sections(settings: Settings) -> Iterator[tuple[str, Iterator[Finding]]]:
         url = settings.nats_url if chosen or running is None else running.nats_url
         common = msgspec.structs.replace(settings, nats_url=url)
         yield "Transfer: path of each pair of running workers", doctor_transfer.examine_pairs(common)
+        yield "Conductor: what it sees", doctor_conductor.examine_conductor(common)
 
 
 def _stack(settings: Settings, running: StackState | None) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ class ServeCommand(TyperCommand):
     """A command whose help ends with the service's settings."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        from rich.markup import escape
         from rich.table import Column, Table
 
         from services.cli.output import console
@@ -34,7 +35,7 @@ class ServeCommand(TyperCommand):
             several = isinstance(field.default, (list, tuple))
             default = ",".join(map(str, field.default)) if several else str(field.default)
             table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]",
-                          f"{field.description}\n[dim]{field.env}={default}[/]")
+                          f"{escape(field.description)}\n[dim]{field.env}={escape(default)}[/]")
         console.print(table)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from shared.bus.subjects import (
 from shared.clock import Clock
 from shared.driver import Driver
 from shared.ids import WorkerId
-from shared.messages import Placement, PlaceRequest, Rejection, RequestDone
+from shared.messages import Placement, PlaceRequest, Rejection, RequestDone, RoleAdvice
 from shared.telemetry import metrics
 from shared.telemetry.logs import Limited
 
@@ -71,7 +71,7 @@ class ConductorShell:
     """Serves one machine over one bus while open."""
 
     def __init__(self, machine: Conductor, bus: Bus, clock: Clock) -> None:
-        self._machine, self._bus = machine, bus
+        self._machine, self._bus, self._clock = machine, bus, clock
         self._driver: Driver[Event] = Driver(
             machine, bus, clock, effects={Converged: self._on_converged}, name="conductor")
         self._converged = asyncio.Event()
@@ -152,6 +152,7 @@ class ConductorShell:
     async def _export(self) -> None:
         while True:
             statistics = self._machine.statistics()
+            self._exported.advise(self._machine.told_advice(self._clock.monotonic()))
             if dropped := self._exported.update(statistics):
                 self._complaints.warning("index_full", key="index_full", dropped_blocks=dropped,
                                          blocks=sum(statistics.blocks.values()), bytes=statistics.index_bytes)
@@ -211,11 +212,26 @@ class _Export:
         self._syncs: dict[tuple[WorkerId, str], int] = {}
         self._dropped_blocks = self._stale = self._mismatched = 0
         self._refused: dict[str, int] = {}
+        #: models that something was advised for
+        self._advised: set[str] = set()
 
     def placed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """Counts a placement."""
         self._pairs.add((prefill, decode))
         metrics.CONDUCTOR_PLACEMENTS.labels(prefill=prefill, decode=decode).inc()
+
+    def advise(self, advice: Sequence[RoleAdvice]) -> None:
+        """Shows how many workers are needed and advised."""
+        for model in self._advised - {one.model for one in advice}:
+            for role in ("prefill", "decode"):
+                metrics.CONDUCTOR_NEEDED_WORKERS.remove(model, role)
+                metrics.CONDUCTOR_ADVISED_WORKERS.remove(model, role)
+        for one in advice:
+            for role, needed, best in (("prefill", one.needed_prefill, one.best_prefill),
+                                       ("decode", one.needed_decode, one.best_decode)):
+                metrics.CONDUCTOR_NEEDED_WORKERS.labels(model=one.model, role=role).set(needed)
+                metrics.CONDUCTOR_ADVISED_WORKERS.labels(model=one.model, role=role).set(best)
+        self._advised = {one.model for one in advice}
 
     def update(self, now: Statistics) -> int:
         """Shows ``now``; answers how many block copies the full index did not take since the last time."""

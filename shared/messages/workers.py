@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shared.ids import Incarnation, WorkerId
+from shared.ids import Incarnation, SpecDigest, WorkerId
 from shared.kv import CacheSpec
 from shared.messages.base import Message, Part
 from shared.messages.transfers import Endpoint
@@ -117,6 +117,57 @@ class WorkerState(Part, frozen=True):
     """Of an elastic worker: what it reported last of the role that is not its home."""
     now: Role | None = None
     """Of an elastic worker: the role it is given work for."""
+    errors: dict[str, float] = {}
+    """{kind of work: smoothed |predicted - observed| / observed of its cost model}; only what it was seen to do."""
+
+
+class RoleAdvice(Part, frozen=True):
+    """Whether the ratio of prefill to decode workers fits what one model is asked for, with the terms.
+
+    Workers are those that may get work now. What arrives is counted over the last minute, by predicted cost.
+    """
+
+    model: str
+    spec: SpecDigest
+    prefill: int
+    """Workers that prefill now."""
+    decode: int
+    best_prefill: int
+    """Of the same number of workers, how many should prefill."""
+    best_decode: int
+    needed_prefill: float
+    """Workers that the load needs for prefill, whatever there are."""
+    needed_decode: float
+    is_wrong: bool
+    """One side has less than it needs while the other has workers to spare."""
+    is_short: bool
+    """The load needs more workers than there are, whatever they do."""
+    prefill_rate: float
+    """Seconds of prefill computing that arrive a second."""
+    queued_s: float
+    """Seconds of it that wait, over all workers."""
+    decode_rate: float
+    """Seconds of decode steps that arriving answers take a second, the fixed part of a step left out."""
+    step_s: float
+    """The fixed part of a step."""
+    step_limit_s: float
+    """What a step may take."""
+    batch: int
+    """Answers running and about to, over all workers."""
+    context_tokens: int
+    memory: float
+    """Decode workers whose memory these fill."""
+
+
+class IndexState(Part, frozen=True):
+    """How full a conductor's index is. ``block_copies`` counts a block once for each worker that holds it."""
+
+    block_copies: int
+    max_block_copies: int
+    nbytes: int
+    max_bytes: int
+    dropped: int = 0
+    """Block copies that it had no room for, since the conductor started."""
 
 
 class WorkersReply(Message, frozen=True):
@@ -124,3 +175,6 @@ class WorkersReply(Message, frozen=True):
 
     conductor: str
     workers: list[WorkerState]
+    advice: list[RoleAdvice] = []
+    """For each model that was asked for and has two workers or more."""
+    index: IndexState | None = None

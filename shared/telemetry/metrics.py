@@ -64,7 +64,7 @@ CONDUCTOR_PREDICTED_TBT_SECONDS = Histogram(
 CONDUCTOR_ACTUAL_TBT_SECONDS = Histogram(
     "moonbus_conductor_actual_tbt_seconds", "Mean TBT of placed requests as they ended.", buckets=_GAP_S)
 CONDUCTOR_PREDICTION_ERROR = Histogram(
-    "moonbus_conductor_prediction_error_ratio",
+    "moonbus_conductor_prediction_relative_error",
     "Actual minus predicted, of each ended request that got a first token, by outcome: TTFT and TBT as a share of what "
     "was predicted, hit tokens as a share of the prompt.", ["of", "outcome"], buckets=_ERROR_SHARE)
 CONDUCTOR_PREDICTED_HIT_TOKENS = Counter(
@@ -86,6 +86,12 @@ CONDUCTOR_KV_EVENTS_DROPPED = Counter(
 CONDUCTOR_REFUSED = Counter(
     "moonbus_conductor_refused_reports_total",
     "Loads and observed times that cannot be true (negative, no number), by kind.", ["kind"])
+CONDUCTOR_NEEDED_WORKERS = Gauge(
+    "moonbus_conductor_needed_workers", "Workers that the load of a model needs, by role, whatever there are; each "
+    "conductor counts all of the cluster.", ["model", "role"])
+CONDUCTOR_ADVISED_WORKERS = Gauge(
+    "moonbus_conductor_advised_workers", "Workers that should have each role, of as many as there are; those that have "
+    "it now unless one side lacks what the other can spare.", ["model", "role"])
 CONDUCTOR_IN_FLIGHT = Gauge("moonbus_conductor_in_flight_requests", "Requests placed and not over.")
 CONDUCTOR_ESTIMATE_ERROR = Gauge(
     "moonbus_conductor_estimate_relative_error",

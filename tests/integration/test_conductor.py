@@ -308,7 +308,13 @@ async def test_what_was_promised_is_held_against_what_came_of_it(
         outcome="ok", prompt_tokens=promised.hit_tokens + 69, hit_tokens=promised.hit_tokens, conductor="c1",
         ttft_s=0.5 + 2 * promised.predicted_ttft_s, tbt_s=0.8 * promised.predicted_tbt_s, completion_tokens=3,
         decisions=[Decision(attempt=0, at_s=0.5, answer=promised)]))
-    error = "moonbus_conductor_prediction_error_ratio"
+    reply = await nats_bus.request(WORKERS.at(), WorkersQuery(), timeout_s=5.0)
+    (advice,) = reply.advice
+    assert (advice.model, advice.prefill, advice.decode, advice.is_wrong) == ("toy", 2, 1, False)
+    assert reply.index.dropped == 0 < reply.index.max_block_copies
+    advised = 'moonbus_conductor_advised_workers{model="toy",role="prefill"}'
+    await eventually(partial(_is, conductor, advised, 2.0))
+    error = "moonbus_conductor_prediction_relative_error"
     for of, above, up_to in (("ttft", "0.5", "2.0"), ("tbt", "-0.25", "-0.1"), ("hit_tokens", "-0.05", "0.0")):
         await eventually(partial(_is, conductor, f'{error}_bucket{{le="{up_to}",of="{of}",outcome="ok"}}', 1.0))
         assert await _is(conductor, f'{error}_bucket{{le="{above}",of="{of}",outcome="ok"}}', 0.0)

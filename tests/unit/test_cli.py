@@ -15,6 +15,7 @@ COMMANDS = (
     "serve store", "serve store-manager", "migrate", "chat", "load", "load run", "load cache-sim",
     "load bench-store", "kv", "kv lineage", "kv ls", "kv stats",
     "kv descendants", "kv hot", "kv evictions", "kv reuse", "kv requests", "kv request", "kv storage", "workers",
+    "explain", "advise",
     "store", "store drain", "store replicas", "store quota", "store quota ls", "store quota set", "store quota rm",
     "doctor", "models", "models pull", "models ls", "docs",
 )

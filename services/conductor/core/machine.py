@@ -58,6 +58,7 @@ from shared.messages import (
     Cancel,
     Evicted,
     Hello,
+    IndexState,
     Load,
     Placed,
     PlaceRequest,
@@ -65,6 +66,7 @@ from shared.messages import (
     Refuse,
     Rejection,
     RequestDone,
+    RoleAdvice,
     Rollcall,
     Stored,
     StoredBlock,
@@ -295,6 +297,17 @@ class Conductor:
         return {spec: roles.advice(takers, now) for spec, roles in self._roles.items()
                 if len(takers := self._takers(spec)) > 1}
 
+    def told_advice(self, now: float) -> list[RoleAdvice]:
+        """:meth:`advice` as it is told to others."""
+        return [RoleAdvice(
+            model=self._takers(spec)[0].hello.spec.model, spec=spec, prefill=one.prefill, decode=one.decode,
+            best_prefill=one.best_prefill, best_decode=one.best_decode, needed_prefill=one.need.prefill,
+            needed_decode=one.need.decode, is_wrong=one.is_wrong, is_short=one.is_short,
+            prefill_rate=one.need.prefill_rate, queued_s=one.need.queued_s, decode_rate=one.need.decode_rate,
+            step_s=one.need.step_s, step_limit_s=one.need.step_limit_s, batch=one.need.batch,
+            context_tokens=one.need.context_tokens, memory=one.need.memory)
+            for spec, one in sorted(self.advice(now).items())]
+
     # Requests
 
     def _place(self, token: int, ask: PlaceRequest, now: float) -> list[Effect]:
@@ -399,8 +412,12 @@ class Conductor:
             worker = self._cluster.workers.get(worker_id)
             states.append(WorkerState(
                 hello=member.hello, load=member.load, state=member.state, silence_s=max(now - member.heard_s, 0.0),
-                indexed_blocks=self._index.blocks_of(worker_id), waiting_s=worker.queue_s(now) if worker else 0.0))
-        return WorkersReply(conductor=self.id, workers=states)
+                indexed_blocks=self._index.blocks_of(worker_id), waiting_s=worker.queue_s(now) if worker else 0.0,
+                errors=worker.costs.errors() if worker else {}))
+        index = IndexState(
+            block_copies=len(self._index), max_block_copies=self._policy.max_blocks, nbytes=self._index.nbytes,
+            max_bytes=self._policy.max_index_bytes, dropped=self._index.dropped_blocks)
+        return WorkersReply(conductor=self.id, workers=states, advice=self.told_advice(now), index=index)
 
     # Workers
 
