@@ -80,12 +80,18 @@ def blocks(nats_url: str | None, data_dir: str | None, json: bool, *, limit: int
         print_json(reply)
         return
     table = compact_table(name_column("key", KEY_DIGITS), "depth", "model", "tenant", "hits", "last used", "made by",
-                          "copies now", title=f"{len(reply.blocks)} of {reply.total} blocks")
+                          "copies now", title=f"{len(reply.blocks)} of {_about(reply.is_about)}{reply.total:,} blocks")
     for block in reply.blocks:
         table.add_row(
             _short(block.key), str(block.depth), block.model, block.tenant, str(block.hits),
             _age(block.last_used_at_s), block.created_by, copies(block.replicas, separator="\n", sources=False))
     console.print(table)
+    if reply.looked_at and len(reply.blocks) < limit:
+        notes.print(f"looked at the {reply.looked_at:,} most {order} blocks only", highlight=False)
+
+
+def _about(is_about: bool) -> str:
+    return "about " if is_about else ""
 
 
 def stats(nats_url: str | None, data_dir: str | None, json: bool) -> None:
@@ -96,8 +102,8 @@ def stats(nats_url: str | None, data_dir: str | None, json: bool) -> None:
         return
     hit_rate = f" ({reply.hit_tokens / reply.prompt_tokens:.0%})" if reply.prompt_tokens else ""
     _print_facts((
-        ("blocks known", f"{reply.blocks:,}"),
-        ("blocks with a live copy", f"{reply.live_blocks:,}"),
+        ("blocks known", f"{_about(reply.is_about)}{reply.blocks:,}"),
+        ("blocks with a live copy", f"{_about(reply.is_about)}{reply.live_blocks:,}"),
         ("live copies", f"{reply.live_replicas:,} ({format_bytes(reply.live_bytes)})"),
         ("requests", f"{reply.requests:,}"),
         ("prompt tokens", f"{reply.prompt_tokens:,}"),

@@ -138,6 +138,7 @@ class KvBlockTable(Base):
         Index("kv_block_parent", text("substring(parent, 1, 8)")),
         # Ascending: Postgres appends to the right end of an index faster than anywhere else.
         Index("kv_block_created_at", "created_at"),
+        Index("kv_block_depth", "depth"),
     )
 
 
@@ -162,6 +163,22 @@ class KvCopyTable(Base):
     # Half of the rows go every few minutes: a tenth of dead ones, not a fifth, is the time to clean up.
     __table_args__ = (Index("kv_copy_life", "life"), {"postgresql_with": {
         "autovacuum_vacuum_scale_factor": 0.1, "autovacuum_analyze_scale_factor": 0.2}})
+
+
+class KvHeldTable(Base):
+    """How many copies a life holds in a tier: sums over ``kv_copy``, kept by triggers of that table.
+
+    Whoever changes copies of a life holds the lock of its row, so nobody waits for another one here.
+    """
+
+    __tablename__ = "kv_held"
+
+    life: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    tier: Mapped[str] = mapped_column(Id, primary_key=True)
+    blocks: Mapped[int] = mapped_column(BigInteger)
+    nbytes: Mapped[int] = mapped_column(BigInteger)
+
+    __table_args__ = {"postgresql_with": {"fillfactor": 50}}
 
 
 class KvLateTable(Base):
@@ -261,6 +278,19 @@ class RequestDoneTable(Base):
         Index("request_done_received_at", "received_at"),
         {"postgresql_partition_by": "RANGE (received_at)"},
     )
+
+
+class RequestHourTable(Base):
+    """The requests received in one hour: sums over ``request_done``, kept by a trigger of that table."""
+
+    __tablename__ = "request_hour"
+
+    hour: Mapped[datetime] = mapped_column(Moment, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    hit_tokens: Mapped[int] = mapped_column(BigInteger)
+
+    __table_args__ = {"postgresql_with": {"fillfactor": 50}}
 
 
 class ReuseDueTable(Base):

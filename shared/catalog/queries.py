@@ -51,8 +51,10 @@ MAX_LISTED = 1_000
 """Most rows of a list: the answer must fit in a message."""
 MAX_TREE = 10_000
 """Most blocks of a tree, before it is gathered."""
-MAX_COUNTED = 1_000_000
-"""A catalog with more blocks is not counted but estimated."""
+MAX_COUNTED = sql.MAX_LOOKED_AT
+"""More blocks, or copies, are not counted but estimated."""
+SAMPLED = 4_000
+"""Copies that an estimate looks at, about."""
 MAX_ENDED = 2_000
 """Most copies of the past shown of a chain."""
 MAX_STEPS = 500
@@ -113,26 +115,37 @@ async def hot(connection: AsyncConnection, query: HotQuery) -> HotReply:
 
 
 async def blocks(connection: AsyncConnection, query: BlocksQuery) -> BlocksReply:
-    """The blocks that ``query`` asks for, and how many there are without its limit; about so many in a large catalog,
-    of which counting would read all."""
+    """The blocks that ``query`` asks for, and how many there are without its limit; in a large catalog, of which
+    counting would read all, about how many it has."""
     which = {"worker": query.worker, "tenant": query.tenant}
     rows = (await connection.execute(
         sql.BLOCKS[query.order, query.all], {**which, "limit": _at_most(query.limit, MAX_LISTED)})).all()
     found = await _with_copies(connection, rows, ended=query.all)
     total = (await connection.execute(sql.ABOUT_BLOCKS)).scalar_one()
-    if total <= MAX_COUNTED:
+    is_about = total > MAX_COUNTED
+    if not is_about:
         total = (await connection.execute(sql.COUNT_BLOCKS[query.order, query.all], which)).scalar_one()
-    return BlocksReply(blocks=found, total=total)
+    return BlocksReply(blocks=found, total=total, is_about=is_about,
+                       looked_at=sql.MAX_LOOKED_AT if is_about else 0)
 
 
 async def stats(connection: AsyncConnection, *, feed_pending: int) -> StatsReply:
     """Totals; ``feed_pending`` is the caller's to know."""
     totals = (await connection.execute(sql.TOTALS)).one()
     workers = (await connection.execute(sql.WORKER_TOTALS)).all()
+    blocks = (await connection.execute(sql.ABOUT_BLOCKS)).scalar_one()
+    is_about = max(blocks, totals.live_replicas) > MAX_COUNTED
+    if is_about:
+        share = (await connection.execute(
+            sql.SAMPLE_LIVE, {"percent": min(100.0, 100.0 * SAMPLED / max(1, totals.live_replicas))})).scalar_one()
+        live = round(totals.live_replicas * (1.0 if share is None else share))
+    else:
+        blocks = (await connection.execute(sql.COUNT_ALL)).scalar_one()
+        live = (await connection.execute(sql.COUNT_LIVE)).scalar_one()
     return StatsReply(
-        blocks=totals.blocks, live_blocks=totals.live_blocks, live_replicas=totals.live_replicas,
+        blocks=max(blocks, live), live_blocks=live, live_replicas=totals.live_replicas,
         live_bytes=int(totals.live_bytes), requests=totals.requests, prompt_tokens=totals.prompt_tokens,
-        hit_tokens=totals.hit_tokens, feed_pending=feed_pending,
+        hit_tokens=totals.hit_tokens, feed_pending=feed_pending, is_about=is_about,
         workers=[WorkerStats(worker=row.worker, role=row.role, state=row.state, blocks=row.blocks,
                              nbytes=int(row.nbytes)) for row in workers])
 

@@ -1,13 +1,17 @@
 """The questions' statements, named and described. ``:name`` is a bind; an empty text asks for any.
 
-Every one of them finds its rows by an index, whatever is in the tables: ``tests/integration/test_catalog_plans.py``
-explains each. Sums over many rows are bounded by the time they reach back.
+Every one of them finds its rows by an index, whatever is in the tables: ``tests/integration/test_catalog_queries.py``
+explains each. Sums over many rows are bounded by the time they reach back, or kept as the rows come; lists look at so
+many rows at most.
 """
 
 from __future__ import annotations
 
 from sqlalchemy import text
 
+MAX_LOOKED_AT = 20_000
+"""Blocks that one list looks at, the first ones in its order: few of them may be what was asked for. What is larger is
+not counted either."""
 MAX_DESCENDANTS = 100_000
 """Counting stops here: the block of a common system prompt may have millions."""
 
@@ -68,25 +72,32 @@ USABLE = text("SELECT key, worker, tier FROM kv_usable WHERE key = ANY(CAST(:key
 
 # A subquery with a limit is never turned into a join: blocks are walked in the order asked for, and the walk ends
 # with the limit, whatever the planner believes about the tables.
-_LIVE = """(SELECT true FROM kv_usable c
-    WHERE c.key = b.key AND (CAST(:worker AS text) = '' OR c.worker = :worker) LIMIT 1)"""
-_EVER = """(CAST(:worker AS text) = '' OR (SELECT true FROM kv_usable c
-    WHERE c.key = b.key AND c.worker = :worker LIMIT 1) OR (SELECT true FROM kv_evicted e JOIN life l USING (life)
+_USABLE = """WITH usable AS MATERIALIZED (
+        SELECT l.life FROM life l LEFT JOIN worker w ON w.worker = l.worker AND w.incarnation = l.incarnation
+        WHERE w.left_at IS NULL AND (CAST(:worker AS text) = '' OR l.worker = :worker))"""
+_LIVE = """(SELECT true FROM kv_copy c WHERE c.key = b.key AND c.life IN (SELECT life FROM usable) LIMIT 1)"""
+_EVER = f"""(CAST(:worker AS text) = '' OR {_LIVE} OR (SELECT true FROM kv_evicted e JOIN life l USING (life)
     WHERE substring(e.key, 1, 8) = substring(b.key, 1, 8) AND e.key = b.key AND l.worker = :worker LIMIT 1))"""
 _TENANT = "(CAST(:tenant AS text) = '' OR b.tenant = :tenant)"
+
+
+def _first(table: str, column: str) -> str:
+    return f"(SELECT * FROM {table} ORDER BY {column} DESC LIMIT {MAX_LOOKED_AT})"
+
+
 _FROM = {
-    "recent": "kv_block b LEFT JOIN kv_use u ON u.key = b.key",
-    "hot": "kv_use u JOIN kv_block b ON b.key = u.key",
-    "deep": "kv_block b LEFT JOIN kv_use u ON u.key = b.key",
+    "recent": f"{_first('kv_block', 'created_at')} AS b LEFT JOIN kv_use u ON u.key = b.key",
+    "hot": f"{_first('kv_use', 'heat')} AS u JOIN kv_block b ON b.key = u.key",
+    "deep": f"{_first('kv_block', 'depth')} AS b LEFT JOIN kv_use u ON u.key = b.key",
 }
 _ORDERS = {
     "recent": "b.created_at DESC, b.depth DESC, b.key",
     "hot": "u.heat DESC, u.hits DESC, u.last_used_at DESC, b.depth, b.key",
-    "deep": "b.depth DESC, b.created_at DESC, b.key",
+    "deep": "b.depth DESC",  # of one depth there may be a million: not to be sorted
 }
 
 BLOCKS = {
-    (order, everything): text(f"""
+    (order, everything): text(f"""{_USABLE}
         SELECT {_BLOCK} FROM {_FROM[order]} LEFT JOIN cache_spec s ON s.digest = b.spec
         WHERE {_TENANT} AND {_EVER if everything else _LIVE} ORDER BY {by} LIMIT :limit""")
     for order, by in _ORDERS.items() for everything in (False, True)
@@ -94,17 +105,18 @@ BLOCKS = {
 """Blocks by (order, whether also those without a live copy); the hot ones are those reused at all."""
 
 COUNT_BLOCKS = {
-    **{(order, True): text(f"SELECT count(*) FROM {_FROM[order]} WHERE {_TENANT} AND {_EVER}") for order in _ORDERS},
-    **{(order, False): text(f"""
-        SELECT count(DISTINCT c.key) FROM kv_usable c JOIN kv_block b ON b.key = c.key
-        WHERE {_TENANT} AND (CAST(:worker AS text) = '' OR c.worker = :worker)
-            {"AND EXISTS (SELECT FROM kv_use u WHERE u.key = c.key)" if order == "hot" else ""}""")
-       for order in _ORDERS},
+    (order, everything): text(
+        f"{_USABLE} SELECT count(*) FROM {_FROM[order]} WHERE {_TENANT} AND {_EVER if everything else _LIVE}")
+    for order in _ORDERS for everything in (False, True)
 }
 """How many blocks :data:`BLOCKS` would list without its limit."""
 
-ABOUT_BLOCKS = text("SELECT greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = 'kv_block'::regclass")
-"""About how many blocks there are; costs nothing."""
+ABOUT_BLOCKS = text("""
+    SELECT (pg_relation_size(oid) / current_setting('block_size')::int
+        * CASE WHEN reltuples > 0 AND relpages > 0 THEN reltuples / relpages ELSE 40 END)::bigint
+    FROM pg_class WHERE oid = 'kv_block'::regclass
+""")
+"""About how many blocks there are, from the table's size; costs nothing."""
 
 HOT = text(f"""
     WITH RECURSIVE hot AS MATERIALIZED (
@@ -121,25 +133,36 @@ HOT = text(f"""
 """)
 """The blocks reused most, with all that they continue."""
 
-TOTALS = text("""
-    SELECT (SELECT count(*) FROM kv_block) AS blocks,
-        live.blocks AS live_blocks, live.replicas AS live_replicas, live.nbytes AS live_bytes,
-        asked.requests, asked.prompt_tokens, asked.hit_tokens
-    FROM (SELECT count(*) AS blocks, coalesce(sum(copies), 0)::bigint AS replicas, coalesce(sum(nbytes), 0) AS nbytes
-          FROM (SELECT count(*) AS copies, sum(nbytes) AS nbytes FROM kv_usable GROUP BY key) AS held) AS live,
-         (SELECT count(*) AS requests, coalesce(sum(prompt_tokens), 0) AS prompt_tokens,
-                 coalesce(sum(hit_tokens), 0) AS hit_tokens FROM request_done) AS asked
+_OF_LIFE = "LEFT JOIN worker w ON w.worker = l.worker AND w.incarnation = l.incarnation"
+
+TOTALS = text(f"""
+    SELECT held.replicas AS live_replicas, held.nbytes AS live_bytes, asked.requests, asked.prompt_tokens,
+        asked.hit_tokens
+    FROM (SELECT coalesce(sum(h.blocks), 0)::bigint AS replicas, coalesce(sum(h.nbytes), 0) AS nbytes
+          FROM kv_held h JOIN life l USING (life) {_OF_LIFE} WHERE w.left_at IS NULL) AS held,
+         (SELECT coalesce(sum(requests), 0)::bigint AS requests,
+              coalesce(sum(prompt_tokens), 0)::bigint AS prompt_tokens,
+              coalesce(sum(hit_tokens), 0)::bigint AS hit_tokens FROM request_hour) AS asked
 """)
+"""From sums that are kept."""
+
+COUNT_ALL = text("SELECT count(*) FROM kv_block")
+COUNT_LIVE = text("SELECT count(DISTINCT key) FROM kv_usable")
+"""Blocks that somebody holds: reads all copies."""
+
+SAMPLE_LIVE = text(f"""
+    SELECT avg(1.0 / (SELECT count(*) FROM kv_usable u WHERE u.key = c.key))::float8
+    FROM kv_copy c TABLESAMPLE SYSTEM (:percent) JOIN life l USING (life) {_OF_LIFE} WHERE w.left_at IS NULL
+""")
+"""Blocks for each copy, on average over a sample of the copies; null if none was met."""
 
 WORKER_TOTALS = text("""
-    WITH held AS MATERIALIZED (
-        SELECT life, count(*) AS blocks, sum(nbytes) AS nbytes FROM kv_copy GROUP BY life
-    ), latest AS (
+    WITH latest AS (
         SELECT DISTINCT ON (worker) * FROM worker ORDER BY worker, started_at DESC NULLS LAST
     )
-    SELECT w.worker, w.role, w.state, coalesce(h.blocks, 0) AS blocks, coalesce(h.nbytes, 0) AS nbytes
+    SELECT w.worker, w.role, w.state, coalesce(sum(h.blocks), 0)::bigint AS blocks, coalesce(sum(h.nbytes), 0) AS nbytes
     FROM latest w LEFT JOIN life l ON l.worker = w.worker AND l.incarnation = w.incarnation AND w.left_at IS NULL
-    LEFT JOIN held h ON h.life = l.life ORDER BY w.worker
+    LEFT JOIN kv_held h ON h.life = l.life GROUP BY w.worker, w.role, w.state ORDER BY w.worker
 """)
 """What the latest life of each worker holds."""
 

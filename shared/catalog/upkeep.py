@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from shared.catalog import upkeep_sql as sql
 from shared.catalog.fold import moment
 from shared.catalog.models import PARTITIONED
+from shared.catalog.query_sql import ABOUT_BLOCKS
 from shared.catalog.retention import HOUR_S, Partition, Retention, plan
 from shared.catalog.session import Collided, Database
 
@@ -90,7 +91,10 @@ class Upkeeper:
         todo = plan(table, found, now_s=now_s, keep_s=keep_s, max_bytes=self._retention.history_bytes,
                     rest_bytes=rest_bytes)
         column = PARTITIONED[table]
-        changes: list[tuple[str, ...]] = [(sql.DROP.format(name=partition.name),) for partition in todo.drop]
+        drop = (sql.DROP, sql.FORGET_HOURS) if table == "request_done" else (sql.DROP,)
+        changes: list[tuple[str, ...]] = [tuple(statement.format(
+            name=partition.name, start=partition.start_s, stop=partition.stop_s) for statement in drop)
+            for partition in todo.drop]
         changes += [tuple(statement.format(
             table=table, name=partition.name, column=column, start=partition.start_s, stop=partition.stop_s,
             start_text=_utc(partition.start_s), stop_text=_utc(partition.stop_s)) for statement in sql.MAKE)
@@ -100,11 +104,13 @@ class Upkeeper:
             if not await self._change(*change):
                 break
             done += 1
+        trimmed, kept = 0, {"oldest": moment(now_s - keep_s), "newest": moment(now_s + keep_s)}
         async with self._alone() as connection:
-            trimmed = 0 if connection is None else (await connection.execute(
-                text(sql.TRIM_REST.format(table=table, column=column)),
-                {"oldest": moment(now_s - keep_s), "newest": moment(now_s + keep_s), "most": ROWS_AT_A_TIME},
-            )).scalar_one()
+            if connection is not None:
+                trimmed = (await connection.execute(text(sql.TRIM_REST.format(table=table, column=column)),
+                                                    {**kept, "most": ROWS_AT_A_TIME})).scalar_one()
+                if table == "request_done":
+                    await connection.execute(sql.FORGET_STRAY_HOURS, kept)
         dropped = min(done, len(todo.drop))
         return done - dropped, dropped, trimmed
 
@@ -141,7 +147,7 @@ class Upkeeper:
         return rows, rows > 0
 
     async def _sweep(self, connection: AsyncConnection, now_s: float) -> tuple[int, bool]:
-        blocks = (await connection.execute(sql.ABOUT_BLOCKS)).scalar_one()
+        blocks = (await connection.execute(ABOUT_BLOCKS)).scalar_one()
         age_s = YOUNG_S if blocks > self._retention.blocks else self._retention.blocks_s
         after, key = self._swept
         row = (await connection.execute(sql.SWEEP, {

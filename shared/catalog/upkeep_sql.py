@@ -30,6 +30,10 @@ REST_BYTES = text("SELECT pg_total_relation_size(CAST(CAST(:table AS text) || '_
 
 # Names and times in these are ours: identifiers cannot be binds.
 DROP = "DROP TABLE IF EXISTS {name}"
+FORGET_HOURS = "DELETE FROM request_hour WHERE hour >= to_timestamp({start}) AND hour < to_timestamp({stop})"
+"""The sums over requests that a dropped partition had."""
+FORGET_STRAY_HOURS = text("DELETE FROM request_hour WHERE hour < :oldest OR hour > :newest")
+"""Those of rows that :data:`TRIM_REST` took."""
 MAKE = (
     "LOCK TABLE {table}_rest IN ACCESS EXCLUSIVE MODE",
     "CREATE TABLE IF NOT EXISTS {name} (LIKE {table} INCLUDING ALL)",
@@ -98,7 +102,9 @@ FORGET_LIVES = text("""
             ON l.worker = w.worker AND l.incarnation = w.incarnation
         WHERE w.left_at < :before AND NOT EXISTS (SELECT FROM kv_copy c WHERE c.life = l.life) LIMIT :most
     ), numbers AS (
-        DELETE FROM life l USING old o WHERE l.worker = o.worker AND l.incarnation = o.incarnation
+        DELETE FROM life l USING old o WHERE l.worker = o.worker AND l.incarnation = o.incarnation RETURNING l.life
+    ), held AS (
+        DELETE FROM kv_held h USING numbers n WHERE h.life = n.life
     ), gone AS (
         DELETE FROM worker w USING old o WHERE w.worker = o.worker AND w.incarnation = o.incarnation RETURNING 1
     )
@@ -106,16 +112,14 @@ FORGET_LIVES = text("""
 """)
 """Lives that ended before anything the catalog still tells of."""
 
-ABOUT_BLOCKS = text("SELECT greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = 'kv_block'::regclass")
-
 LAST_SAMPLE = text("SELECT at FROM storage_sample ORDER BY at DESC LIMIT 1")
 
 SAMPLE = text("""
     INSERT INTO storage_sample (at, worker, tier, blocks, nbytes)
     SELECT :at, u.worker, h.tier, sum(h.blocks), sum(h.nbytes)
-    FROM (SELECT life, tier, count(*) AS blocks, sum(nbytes) AS nbytes FROM kv_copy GROUP BY life, tier) AS h
-    JOIN life u USING (life) LEFT JOIN worker w ON w.worker = u.worker AND w.incarnation = u.incarnation
-    WHERE w.left_at IS NULL GROUP BY u.worker, h.tier
+    FROM kv_held h JOIN life u USING (life)
+    LEFT JOIN worker w ON w.worker = u.worker AND w.incarnation = u.incarnation
+    WHERE h.blocks > 0 AND w.left_at IS NULL GROUP BY u.worker, h.tier
     ON CONFLICT DO NOTHING
 """)
 """What each worker holds now."""

@@ -76,6 +76,10 @@ class BlocksReply(Message, frozen=True):
 
     blocks: list[BlockRow]
     total: int
+    is_about: bool = False
+    """The catalog is large: ``total`` is about how many blocks it has, whatever was asked for."""
+    looked_at: int = 0
+    """Blocks looked at, the first ones in the order asked for, where those were not all; else 0."""
 
 
 class StatsQuery(Message, frozen=True):
@@ -105,6 +109,8 @@ class StatsReply(Message, frozen=True):
     feed_pending: int
     """Messages of the durable feed not yet written."""
     workers: list[WorkerStats]
+    is_about: bool = False
+    """The catalog is large: ``blocks`` and ``live_blocks`` are estimates, within some per cent."""
 
 
 class DrainAsk(Message, frozen=True):

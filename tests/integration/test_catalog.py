@@ -165,6 +165,15 @@ def histories(draw: st.DrawFn) -> list[FeedEvent]:
     return events
 
 
+async def assert_sums_are_kept(database: Database) -> None:
+    """What triggers added up is what there is."""
+    assert await rows(database, "SELECT * FROM kv_held WHERE (blocks, nbytes) <> (0, 0) ORDER BY 1, 2") == await rows(
+        database, "SELECT life, tier, count(*), sum(nbytes) FROM kv_copy GROUP BY 1, 2 ORDER BY 1, 2")
+    assert await rows(database, "SELECT * FROM request_hour ORDER BY 1") == await rows(
+        database, """SELECT date_trunc('hour', received_at, 'UTC'), count(*), sum(prompt_tokens), sum(hit_tokens)
+                     FROM request_done GROUP BY 1 ORDER BY 1""")
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories(), seed=st.integers(0, 2**32), repeats=st.integers(0, 8), batches=st.integers(1, 6))
 async def test_any_order_any_repetition_and_two_writers_end_the_same(
@@ -206,6 +215,7 @@ async def test_any_order_any_repetition_and_two_writers_end_the_same(
         assert {(key, worker, Tier(tier), seq) for key, worker, tier, seq in evictions} == model.evictions
         assert await rows(database, "SELECT worker FROM life WHERE seen <> multirange(range_merge(seen))") == []
         assert await rows(database, "SELECT key FROM kv_late") == []
+        await assert_sums_are_kept(database)
 
 
 async def test_an_eviction_that_overtakes_its_storing_wins(catalog: Catalog, database: Database) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import TextClause, text
 
 from load.bench.catalog_feed import PREFIX_BLOCKS, SPEC, Feed, Holder
 from services.launcher import embedded
-from shared.catalog import ingest_sql, query_sql, upkeep_sql
+from shared.catalog import ingest_sql, queries, query_sql, upkeep_sql
 from shared.catalog.migrate import upgrade_database
 from shared.catalog.repository import BlockNotFound, Catalog, RequestNotFound, Retention
 from shared.catalog.retention import HOUR_S
@@ -156,6 +156,22 @@ async def test_reuse_and_requests(filled: Filled) -> None:
             await filled.catalog.request(wrong)
 
 
+async def test_a_large_catalog_is_estimated(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = await filled.catalog.stats(feed_pending=0)
+    assert not exact.is_about
+    blocks, live = (await filled.rows("SELECT (SELECT count(*) FROM kv_block), count(DISTINCT key) FROM kv_usable"))[0]
+    assert (exact.blocks, exact.live_blocks, exact.requests) == (blocks, live, REQUESTS)
+    assert exact.live_replicas == sum(worker.blocks for worker in exact.workers) > live
+    monkeypatch.setattr(queries, "MAX_COUNTED", 0)
+    about = await filled.catalog.stats(feed_pending=0)
+    assert about.is_about and about.live_replicas == exact.live_replicas
+    assert blocks / 2 < about.blocks < blocks * 2 and live * 0.8 < about.live_blocks < live * 1.25
+    listed = await filled.catalog.blocks(BlocksQuery(order="deep", limit=5))
+    assert (listed.is_about, listed.looked_at, listed.total) == (True, query_sql.MAX_LOOKED_AT, about.blocks)
+    deepest = [depth for depth, in await filled.rows("SELECT depth FROM kv_block ORDER BY depth DESC LIMIT 200")]
+    assert listed.blocks[0].depth in deepest
+
+
 # Plans.
 
 ANY = {"worker": "", "tenant": "", "model": "", "why": "", "outcome": ""}
@@ -177,6 +193,10 @@ async def test_every_question_finds_its_rows_by_an_index(filled: Filled) -> None
         (query_sql.BLOCKS["recent", True], {**ANY, "limit": 5}, {"kv_block_created_at"}),
         (query_sql.BLOCKS["recent", False], {**ANY, "limit": 5}, {"kv_block_created_at"}),
         (query_sql.BLOCKS["hot", False], {**ANY, "limit": 5}, {"kv_use_heat"}),
+        (query_sql.BLOCKS["deep", False], {**ANY, "limit": 5}, {"kv_block_depth"}),
+        (query_sql.TOTALS, {}, {"kv_held"}),
+        (query_sql.WORKER_TOTALS, {}, {"kv_held"}),
+        (upkeep_sql.SAMPLE, {"at": since}, {"kv_held"}),
         (query_sql.HOT, {**ANY, "limit": 5}, {"kv_use_heat", "kv_block_pkey"}),
         (query_sql.EVICTIONS, lists, {"kv_evicted_rest_evicted_at_idx"}),
         (query_sql.EVICTION_GROUPS, lists, {"kv_evicted_rest_evicted_at_idx"}),
@@ -239,6 +259,7 @@ async def test_partitions_come_take_over_and_go(filled: Filled) -> None:
     assert later.partitions_dropped >= 9
     assert await filled.rows("SELECT count(*) FROM request_done") == [(0,)]
     assert (await filled.rows("SELECT count(*) FROM kept"))[0][0] == REQUESTS
+    assert await filled.rows("SELECT count(*) FROM request_hour") == [(0,)]
 
 
 async def test_what_nobody_holds_is_forgotten(filled: Filled) -> None:

@@ -137,8 +137,7 @@ async def test_news_written_between_pre_and_post_stays(postgres_url: str) -> Non
         async with database.transaction() as connection:
             for statement in _FIRST:
                 await connection.execute(text(statement), {"k1": key[1], "k2": key[2], "k3": key[3], "k0": key[0]})
-        await migrate.upgrade_database(database, migrate.needed())
-        await migrate.require_schema(database)
+        await migrate.upgrade_database(database, "0002")
         catalog = Catalog(database)
         truth = Inventory(WorkerId("a"), Incarnation("1"), 9, SpecDigest("s"), tuple(_stored(9, key[4]).blocks))
         assert (await catalog.reconcile(truth, now_s=1_000_500.0)).missing == 1
@@ -175,3 +174,22 @@ async def _held(catalog: Catalog) -> list[bytes]:
 def _stored(seq: int, key: bytes) -> Stored:
     return Stored(worker=WorkerId("a"), incarnation=Incarnation("1"), seq=seq, spec=SpecDigest("s"), at_s=1_000_000.0,
                   blocks=[StoredBlock(key=BlockKey(key), parent=BlockKey(bytes(32)), depth=0, nbytes=8)])
+
+
+async def test_sums_begin_with_what_is_there(postgres_url: str) -> None:
+    async with connect(postgres_url) as database:
+        await migrate.upgrade_database(database, "0004")
+        async with database.transaction() as connection:
+            for statement in (
+                "INSERT INTO life (worker, incarnation) VALUES ('a', '1')",
+                "INSERT INTO kv_copy SELECT sha256(n::text::bytea), 1, CASE n % 3 WHEN 0 THEN 'ssd' ELSE 'dram' END, "
+                "100, 1, now(), 'computed', '', '' FROM generate_series(1, 30) AS n",
+            ):
+                await connection.execute(text(statement))
+        await migrate.upgrade_database(database)
+        async with database.transaction() as connection:
+            held = text("SELECT tier, blocks, nbytes FROM kv_held ORDER BY tier")
+            assert (await connection.execute(held)).all() == [("dram", 20, 2000), ("ssd", 10, 1000)]
+            await connection.execute(text("UPDATE kv_copy SET nbytes = 70 WHERE tier = 'ssd'"))
+            await connection.execute(text("DELETE FROM kv_copy WHERE tier = 'dram'"))
+            assert (await connection.execute(held)).all() == [("dram", 0, 0), ("ssd", 10, 700)]
