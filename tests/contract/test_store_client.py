@@ -23,7 +23,7 @@ from load.bench.store_owner import Owner, open_owner
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import DOOR
 from shared.errors import Bug, Unavailable
-from shared.ids import BlockKey, Incarnation, OperationId
+from shared.ids import BlockKey, Incarnation, OperationId, WorkerId
 from shared.kv import CacheSpec, pack_keys, root_key
 from shared.messages import DoorOpened, OpenDoor
 from shared.store import Client, SyncClient
@@ -342,7 +342,7 @@ async def test_who_has_no_token_stays_outside(owner: Owner, nats_url: str, chang
 
 @at_the_door
 async def test_a_token_expires(owner: Owner, nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.store.door.TOKEN_S", -1.0)
+    monkeypatch.setattr("shared.store.door_entry.TOKEN_S", -1.0)
     opened, enter = await ask_for_door(nats_url)
     line = connect(opened)
     try:
@@ -358,7 +358,7 @@ async def test_a_client_whose_token_expired_gets_another(owner: Owner, nats_url:
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_client("async", nats_url, SPEC) as store:
         with monkeypatch.context() as patched:
-            patched.setattr("shared.store.door.TOKEN_S", -1.0)
+            patched.setattr("shared.store.door_entry.TOKEN_S", -1.0)
             with pytest.raises(StoreError, match="expired"):
                 await store.put("a", value(1))
         assert await store.put("a", value(1))
@@ -500,7 +500,7 @@ async def test_nothing_is_believed_that_was_copied_after_the_loan(owner: Owner, 
     async with open_client("async", nats_url, SPEC) as store:
         await store.put("a", value(1))
         with monkeypatch.context() as patched:
-            patched.setattr("shared.store.door.LOAN_S", -1.0)
+            patched.setattr("shared.store.door_holds.LOAN_S", -1.0)
             with pytest.raises(StoreError):
                 await asyncio.wait_for(_get_or_raise(store), 5)
         assert await store.get("a") == value(1)
@@ -594,7 +594,7 @@ async def test_a_chain_goes_on_where_it_is_although_it_was_not_known(nats_url: s
             elsewhere = [blocks for blocks in chains if whereabouts.ranked(blocks[2].key)[0].worker == "store-2"]
             assert elsewhere, "some would belong to the other worker"
             for blocks in elsewhere:
-                whereabouts.forget(blocks[1].key, first.door._worker)
+                whereabouts.forget(blocks[1].key, WorkerId("store-1"))
                 assert await store.put(blocks[2], value(2, value_bytes))
                 assert first.agent.holds(blocks[2].key)
             with pytest.raises(MissingParent):

@@ -12,8 +12,7 @@ import pytest
 from shared.bus.subjects import DOOR
 from shared.ids import BlockKey, Incarnation
 from shared.messages import DoorOpened, OpenDoor
-from shared.store import Client
-from shared.store import door as door_module
+from shared.store import Client, door_entry
 from shared.store import door_frames as frames
 from shared.store.client_doors import Call
 from shared.store.door_line import Closed, Line
@@ -86,7 +85,7 @@ async def test_without_a_descriptor_left_nobody_comes_in_and_the_loop_goes_on(
         sock.bind((host, 0))
         return sock, int(sock.getsockname()[1])
 
-    monkeypatch.setattr(door_module, "listen_tcp", listen)
+    monkeypatch.setattr(door_entry, "listen_tcp", listen)
     async with open_holder(nats_url, "w1") as one:
         entering = asyncio.create_task(asyncio.to_thread(enter, await ask_for_door(one)))
         await eventually(lambda: tries >= 3)
