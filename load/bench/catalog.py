@@ -243,12 +243,13 @@ async def store_manager(nats_url: str, postgres_url: str) -> AsyncIterator[int]:
 
 # Lineage.
 
-_DROP = ("ALTER TABLE kv_block DROP CONSTRAINT kv_block_pkey", "DROP INDEX kv_block_parent, kv_block_created_at",
+_DROP = ("ALTER TABLE kv_block DROP CONSTRAINT kv_block_pkey", "DROP INDEX kv_block_parent, kv_block_created_at, kv_block_depth",
          "ALTER TABLE kv_copy DROP CONSTRAINT kv_copy_pkey", "DROP INDEX kv_copy_life")
 _MAKE = ("SET LOCAL maintenance_work_mem = '512MB'",
          "ALTER TABLE kv_block ADD CONSTRAINT kv_block_pkey PRIMARY KEY (key)",
          "CREATE INDEX kv_block_parent ON kv_block (substring(parent, 1, 8))",
          "CREATE INDEX kv_block_created_at ON kv_block (created_at)",
+         "CREATE INDEX kv_block_depth ON kv_block (depth)",
          "ALTER TABLE kv_copy ADD CONSTRAINT kv_copy_pkey PRIMARY KEY (key, life, tier)",
          "CREATE INDEX kv_copy_life ON kv_copy (life)")
 _KEY = "sha256(convert_to('fill ' || (n / {depth}) || ' ' || {at}, 'UTF8'))"

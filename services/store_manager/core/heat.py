@@ -9,11 +9,14 @@ Bounded: when ``max_keys`` are known, the coldest half is forgotten, which is to
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Set
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shared.ids import BlockKey
 
+_LEVELS = 8
+"""Levels of heat to a doubling."""
 _LANDMARK_LIMIT = 500.0
 """Half-lives after which the scale is moved: 2 ** 500 is still far from what a float can take."""
 
@@ -28,8 +31,9 @@ class Heat:
     """A block is hot from this heat on, and until it falls below half of it."""
     #: {block key: heat times 2 ** ((now - landmark) / half-life)}: one number that never needs refreshing
     _scaled: dict[BlockKey, float] = field(default_factory=dict)
-    #: keys that crossed ``hot_uses`` and were not seen below half of it since
-    _hot: set[BlockKey] = field(default_factory=set)
+    #: keys that crossed ``hot_uses`` and were not seen below half of it since; in order, so that the same news always
+    #: leads to the same decisions
+    _hot: dict[BlockKey, None] = field(default_factory=dict)
     _landmark_s: float | None = None
     forgotten: int = 0
     """Keys dropped because too many were known."""
@@ -45,7 +49,7 @@ class Heat:
             scaled = self._scaled.get(key, 0.0) + added
             self._scaled[key] = scaled
             if scaled >= hot:
-                self._hot.add(key)
+                self._hot[key] = None
         if len(self._scaled) > self.max_keys:
             self._forget()
 
@@ -59,34 +63,23 @@ class Heat:
         scale, scaled = self._scale(now), self._scaled
         return [scaled.get(key, 0.0) / scale for key in keys]
 
-    def hot(self, *, now: float) -> Set[BlockKey]:
-        """The hot blocks; those that cooled below half the limit leave here. Good until the next change."""
-        limit = self.hot_uses / 2 * self._scale(now)
-        self._hot = {key for key in self._hot if self._scaled.get(key, 0.0) >= limit}
-        return self._hot
-
     def hot_keys(self) -> list[BlockKey]:
         """The hot blocks, those included that cooled since anybody looked; for :meth:`still_hot`, part by part."""
         return list(self._hot)
 
     def still_hot(self, keys: Iterable[BlockKey], *, now: float) -> list[tuple[float, BlockKey]]:
-        """Those of ``keys``, all of them hot once, that did not cool below half the limit, each after its heat in a
-        scale of this moment; the others are hot no more."""
-        limit = self.hot_uses / 2 * self._scale(now)
+        """Those of ``keys``, all of them hot once, that did not cool below half the limit, each after its heat; the
+        others are hot no more."""
+        scale = self._scale(now)
+        limit = self.hot_uses / 2 * scale
         found = []
         for key in keys:
             scaled = self._scaled.get(key, 0.0)
             if scaled >= limit:
-                found.append((scaled, key))
+                found.append((scaled / scale, key))
             else:
-                self._hot.discard(key)
+                self._hot.pop(key, None)
         return found
-
-    def hottest_first(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """``keys`` in order of heat, equally hot ones in order of their names."""
-        ordered, scaled = sorted(keys), self._scaled
-        ordered.sort(key=lambda key: scaled.get(key, 0.0), reverse=True)
-        return ordered  # twice as fast as by pairs of both: the blocks of a chain are equally hot
 
     @property
     def hot_count(self) -> int:
@@ -94,7 +87,7 @@ class Heat:
         return len(self._hot)
 
     def is_hot(self, key: BlockKey) -> bool:
-        """Whether the last :meth:`hot` had it, or it got hot since."""
+        """Whether it got hot, and nobody saw since that it cooled."""
         return key in self._hot
 
     def _scale(self, now: float) -> float:
@@ -104,7 +97,7 @@ class Heat:
         if age > _LANDMARK_LIMIT:
             shrink = 2.0 ** -min(age, 1000.0)
             self._scaled = {key: left for key, scaled in self._scaled.items() if (left := scaled * shrink) > 1e-12}
-            self._hot &= self._scaled.keys()
+            self._hot = {key: None for key in self._hot if key in self._scaled}
             self._landmark_s, age = now, 0.0
         return float(2.0 ** age)
 
@@ -112,4 +105,50 @@ class Heat:
         keep = heapq.nlargest(self.max_keys // 2, self._scaled.items(), key=lambda item: (item[1], item[0]))
         self.forgotten += len(self._scaled) - len(keep)
         self._scaled = dict(keep)
-        self._hot &= self._scaled.keys()
+        self._hot = {key: None for key in self._hot if key in self._scaled}
+
+
+class ByHeat:
+    """Blocks in order of heat, to an eighth of a doubling. Nothing is sorted: there may be hundreds of thousands."""
+
+    def __init__(self) -> None:
+        #: {level: blocks of that heat, in the order in which they came}
+        self._levels: dict[int, list[BlockKey]] = {}
+
+    def add(self, key: BlockKey, heat: float) -> None:
+        """``heat`` is above 0."""
+        self._levels.setdefault(math.floor(_LEVELS * math.log2(heat)), []).append(key)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        """The hottest first."""
+        for level in sorted(self._levels, reverse=True):
+            yield from self._levels[level]
+
+
+class HotEnds:
+    """The ends of hot prefixes, found in one look at all hot blocks, part by part."""
+
+    def __init__(self, heat: Heat, parent: Callable[[BlockKey], BlockKey | None]) -> None:
+        """``parent`` of a block; ``None`` for one that nobody holds."""
+        self._heat, self._parent = heat, parent
+        self._left: list[BlockKey] | None = None
+        self._seen = ByHeat()
+        #: what some hot block continues
+        self._inner: set[BlockKey] = set()
+        self.found: list[BlockKey] = []
+        """Hottest first, as of the last look that was over."""
+
+    def look(self, most: int, *, now: float) -> bool:
+        """Looks at ``most`` more blocks; whether some are left. Else ``found`` is new, and the next look will be."""
+        if self._left is None:
+            self._left, self._seen, self._inner = self._heat.hot_keys(), ByHeat(), set()
+        some, self._left = self._left[-most:], self._left[:-most]
+        for heat, key in self._heat.still_hot(some, now=now):
+            self._seen.add(key, heat)
+            parent = self._parent(key)
+            if parent is not None:
+                self._inner.add(parent)
+        if self._left:
+            return True
+        self.found, self._left = [key for key in self._seen if key not in self._inner], None
+        return False

@@ -9,6 +9,7 @@ from itertools import islice
 
 from services.store_manager.core.asking import Asker
 from services.store_manager.core.copying import Copier
+from services.store_manager.core.heat import ByHeat
 from services.store_manager.core.notes import Notes
 from services.store_manager.core.orders import split_quota
 from services.store_manager.core.picture import Addresses, Picture
@@ -25,8 +26,8 @@ class _Look:
 
     #: those not looked at yet
     left: list[BlockKey]
-    #: {worker: its last copies of hot blocks, each after its heat}; no more than twice what may be protected there
-    alone: dict[WorkerId, list[tuple[float, BlockKey]]] = field(default_factory=dict)
+    #: {worker: its last copies of hot blocks}
+    alone: dict[WorkerId, ByHeat] = field(default_factory=dict)
 
 
 class Keeper:
@@ -53,26 +54,19 @@ class Keeper:
         some, look.left = look.left[-self._policy.fill_step:], look.left[:-self._policy.fill_step]
         staying = picture.staying()
         hot = picture.heat.still_hot(some, now=now)
-        for heat_key, mask in zip(hot, picture.map.masks(key for _, key in hot), strict=True):
+        for (heat, key), mask in zip(hot, picture.map.masks(key for _, key in hot), strict=True):
             if (mask & staying).bit_count() == 1:
-                look.alone.setdefault(picture.map.named(mask & staying)[0], []).append(heat_key)
-        for worker, alone in look.alone.items():
-            if len(alone) > 2 * (most := self._most_protected(worker)):
-                look.alone[worker] = _hottest(alone, most)
+                look.alone.setdefault(picture.map.named(mask & staying)[0], ByHeat()).add(key, heat)
         if look.left:
             return True
         self._look = None
         for worker, alone in sorted(look.alone.items()):
-            keys = [key for _, key in _hottest(alone, self._most_protected(worker))]
-            if keys and self._asker.can_ask("protect", worker) and fleet.is_usable(worker, now=now):
+            peer = fleet.peers.get(worker)
+            if peer is not None and fleet.is_usable(worker, now=now) and self._asker.can_ask("protect", worker):
+                keys = list(islice(alone, math.ceil(self._policy.protect_share * peer.hello.capacity_blocks)))
                 self._asker.ask("protect", worker, Protect(keys=pack_keys(keys), ttl_s=self._policy.protect_ttl_s),
                                 len(keys), out)
         return False
-
-    def _most_protected(self, worker: WorkerId) -> int:
-        """0 for one that died meanwhile."""
-        peer = self._picture.fleet.peers.get(worker)
-        return math.ceil(self._policy.protect_share * peer.hello.capacity_blocks) if peer is not None else 0
 
     def trim(self, out: list[Effect], *, now: float) -> None:
         """Copies that are too many, deepest first. What one worker is asked to drop, the next must keep."""
@@ -137,8 +131,3 @@ class Keeper:
         for worker, rows in budgets.items():
             if picture.knows(worker):
                 out.append(Publish(self._addresses.quotas(worker), Quotas(worker=worker, budgets=rows)))
-
-
-def _hottest(alone: list[tuple[float, BlockKey]], most: int) -> list[tuple[float, BlockKey]]:
-    """Up to ``most`` of them, equally hot ones in order of their names."""
-    return sorted(alone, key=lambda heat_key: (-heat_key[0], heat_key[1]))[:most]

@@ -40,6 +40,7 @@ from services.store_manager.core.asking import Asker, Side
 from services.store_manager.core.copying import Copier, Copy, all_of
 from services.store_manager.core.drains import Drains, OrdersRead
 from services.store_manager.core.events import Deaf, Led, Reconnected, Started, Unled
+from services.store_manager.core.heat import HotEnds
 from services.store_manager.core.keeping import Keeper
 from services.store_manager.core.notes import Notes
 from services.store_manager.core.orders import Drain, Orders
@@ -106,7 +107,8 @@ class Planner:
         #: when each look is due
         self._plan_at_s = self._trim_at_s = self._protect_at_s = self._quota_at_s = self._orders_at_s = -math.inf
         self._reading = False
-        #: ends of hot prefixes whose turn is still to come, in order of heat
+        self._ends = HotEnds(self.picture.heat, self.picture.map.parent)
+        #: those whose turn is still to come, in order of heat
         self._to_look_at: deque[BlockKey] = deque()
         self._orders: Orders | None = None
         self._orders_damaged = False
@@ -166,7 +168,9 @@ class Planner:
         """The state for people: hot prefixes, workers, and the latest decisions."""
         picture, peers = self.picture, self.picture.fleet.peers
         hot = []
-        for key in self._frontier(now)[:limit]:
+        if self._ends.found == [] or picture.heat.hot_count <= self._policy.few_hot:
+            self._look_for_all_ends(now)
+        for key in self._ends.found[:limit]:
             place = picture.map.get(key)
             if place is None:
                 continue
@@ -251,18 +255,22 @@ class Planner:
             self._trim_at_s = now + policy.trim_s
             self._keeper.trim(out, now=now)
 
-    def _frontier(self, now: float) -> list[BlockKey]:
-        """Ends of hot prefixes, hottest first."""
-        hot = self.picture.heat.hot(now=now)
-        inner = {place.parent for key in hot if (place := self.picture.map.get(key)) is not None}
-        return self.picture.heat.hottest_first(hot - inner)
+    def _look_for_all_ends(self, now: float) -> None:
+        while self._ends.look(self._policy.fill_step, now=now):
+            pass
 
     def _replicate(self, out: list[Effect], now: float) -> None:
         """Asks for one copy of each hot prefix that has too few; of many prefixes a part each time, in turn."""
         policy, picture = self._policy, self.picture
+        if picture.heat.hot_count <= policy.few_hot:
+            self._look_for_all_ends(now)
+            self._to_look_at = deque(self._ends.found)
+        elif not self._to_look_at:
+            if self._ends.look(policy.fill_step, now=now):
+                self._plan_at_s = now + TURN_S
+                return
+            self._to_look_at = deque(self._ends.found)
         staying, promised, budget = picture.staying(), self._copier.promised(), policy.plan_blocks
-        if not self._to_look_at or picture.heat.hot_count <= policy.few_hot:
-            self._to_look_at = deque(self._frontier(now))
         while self._to_look_at and not self._copier.is_full and budget > 0:
             path = picture.map.path(self._to_look_at.popleft(), limit=policy.max_path)
             budget -= 1 + len(path)

@@ -122,6 +122,11 @@ class ReplicaMap:
         place = self._places.get(key)
         return place if place is not None and place.holders & self._live else None
 
+    def parent(self, key: BlockKey) -> BlockKey | None:
+        """What the block continues; ``None`` when nobody holds it."""
+        place = self.get(key)
+        return None if place is None else place.parent
+
     def held(self, keys: Iterable[BlockKey]) -> list[Place]:
         """The places of the leading ``keys`` that somebody holds, not all of them the same worker."""
         found = []

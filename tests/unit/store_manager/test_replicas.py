@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.store_manager.core.heat import Heat
+from services.store_manager.core.heat import ByHeat, Heat, HotEnds
 from services.store_manager.core.orders import (
     MOST_DRAINS,
     MOST_QUOTAS,
@@ -125,10 +126,10 @@ def test_heat_fades_and_is_bounded() -> None:
     heat.use(keys[:2], now=0.0)
     heat.use(keys[:1], now=0.0, weight=3.0)
     assert heat.of(keys[0], now=0.0) == 4.0 and heat.of(keys[1], now=100.0) == 0.5
-    assert set(heat.hot(now=0.0)) == {keys[0]}
-    assert set(heat.hot(now=99.0)) == {keys[0]}, "leaves only below half"
-    assert set(heat.hot(now=101.0)) == set() and not heat.is_hot(keys[0])
-    assert heat.hottest_first(keys[:3]) == keys[:3] and heat.levels(keys[:2], now=0.0) == [4.0, 1.0]
+    assert heat.still_hot(heat.hot_keys(), now=0.0) == [(4.0, keys[0])]
+    assert heat.still_hot(heat.hot_keys(), now=99.0) == [(heat.of(keys[0], now=99.0), keys[0])], "leaves below half"
+    assert heat.still_hot(heat.hot_keys(), now=101.0) == [] and not heat.is_hot(keys[0])
+    assert heat.levels(keys[:2], now=0.0) == [4.0, 1.0]
     heat.use(keys, now=200.0)
     assert len(heat) == 4 and heat.forgotten == 16
     assert heat.of(keys[0], now=200.0) > 1.0, "the coldest were forgotten"
@@ -181,10 +182,25 @@ def test_quotas_are_bounded() -> None:
         with_quota(full, "more", 1)
 
 
-def test_equally_hot_blocks_go_by_their_names() -> None:
-    heat = Heat(half_life_s=10.0, max_keys=100, hot_uses=2.0)
-    keys = [BlockKey(bytes([n]) * 32) for n in (7, 3, 9, 1)]
-    heat.use(keys, now=0.0)
-    heat.use(keys[2:3], now=0.0)
-    unknown = BlockKey(bytes(32))
-    assert heat.hottest_first([unknown, *keys]) == [keys[2], keys[3], keys[1], keys[0], unknown]
+def test_the_ends_of_hot_prefixes_are_found_part_by_part() -> None:
+    heat, blocks = Heat(half_life_s=100.0, max_keys=100, hot_uses=2.0), {}
+    for name, uses in (("warm", 1), ("hot", 2), ("hotter", 6)):
+        for block in chain(name, 5):
+            blocks[block.key] = block
+            heat.use([block.key], now=0.0, weight=uses)
+    lost = chain("nobody holds it", 1)[0].key
+    heat.use([lost], now=0.0, weight=4)
+    ends = HotEnds(heat, lambda key: blocks[key].parent if key in blocks else None)
+    looks = [ends.look(4, now=0.0) for _ in range(3)]
+    assert looks == [True, True, False]
+    assert ends.found == [chain("hotter", 5)[-1].key, lost, chain("hot", 5)[-1].key], "hottest first"
+    assert ends.look(100, now=101.0) is False and len(ends.found) == 2, "hot is below half of what made it hot"
+
+
+def test_order_of_heat_is_within_an_eighth_of_a_doubling() -> None:
+    ordered, heats = ByHeat(), {BlockKey(bytes([n]) * 32): 0.01 * 1.3 ** (n * 7 % 50) for n in range(50)}
+    for key, level in heats.items():
+        ordered.add(key, level)
+    found = [heats[key] for key in ordered]
+    assert sorted(found) == sorted(heats.values())
+    assert all(later < earlier * 2 ** 0.125 for earlier, later in itertools.pairwise(found))
