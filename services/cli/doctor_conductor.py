@@ -46,7 +46,7 @@ def judge(reply: WorkersReply) -> Iterator[Finding]:
         worst = max(error for state in reply.workers for error in state.errors.values())
         yield Finding("ok", "estimates", f"off by {worst:.0%} at most lately")
     else:
-        yield Finding("ok", "estimates", "nothing was observed yet: workers' profiles count")
+        yield Finding("ok", "estimates", "too little was observed to judge them")
     for one in reply.advice:
         yield Finding("warn" if one.is_wrong or one.is_short else "ok", "roles", f"{one.model}: {verdict(one)}",
                       "moonbus advise shows the terms" if one.is_wrong or one.is_short else "")

@@ -116,9 +116,10 @@ class WorkerState(Part, frozen=True):
     other_load: Load | None = None
     """Of an elastic worker: what it reported last of the role that is not its home."""
     now: Role | None = None
-    """Of an elastic worker: the role it is given work for."""
+    """Of an elastic worker: the role it is given work for; ``None`` for neither."""
     errors: dict[str, float] = {}
-    """{kind of work: smoothed |predicted - observed| / observed of its cost model}; only what it was seen to do."""
+    """{kind of work: smoothed |predicted - observed| / observed of its cost model}; only what it was seen to do often
+    enough to tell."""
 
 
 class RoleAdvice(Part, frozen=True):

@@ -182,11 +182,12 @@ class Costs:
         near, far = self._links[True].coefficients, self._links[False].coefficients
         return min(near[0], far[0]), min(near[1], far[1])
 
-    def errors(self) -> dict[str, float]:
-        """{model: smoothed relative error}, of the models that have seen something."""
+    def errors(self, *, least: int = 1) -> dict[str, float]:
+        """{model: smoothed relative error}, of the models that have taken in ``least`` observations (1 or more)."""
         fits = {"prefill": self._prefill, "decode": self._decode, "transfer_same_host": self._links[True],
                 "transfer_other_host": self._links[False]}
-        return {name: fit.relative_error for name, fit in fits.items() if fit.relative_error is not None}
+        return {name: fit.relative_error for name, fit in fits.items()
+                if fit.relative_error is not None and fit.observations >= least}
 
 
 def _prefill_features(num_tokens: int, hit_tokens: int) -> tuple[float, float, float]:

@@ -77,6 +77,8 @@ from shared.messages import (
 
 _ROLLCALL_PAUSE_S = 1.0
 """At most one rollcall in this time, however many strangers send heartbeats."""
+_TELLING = 20
+"""What a worker's first few requests were off by says more about its start than about its estimates."""
 _TIDY_SLICE = 1024
 """Rows or blocks of the index that are cleaned up at a time: what a question may have to wait for."""
 _TIDY_PAUSE_S = 0.002
@@ -413,7 +415,7 @@ class Conductor:
             states.append(WorkerState(
                 hello=member.hello, load=member.load, state=member.state, silence_s=max(now - member.heard_s, 0.0),
                 indexed_blocks=self._index.blocks_of(worker_id), waiting_s=worker.queue_s(now) if worker else 0.0,
-                errors=worker.costs.errors() if worker else {}))
+                errors=worker.costs.errors(least=_TELLING) if worker else {}))
         index = IndexState(
             block_copies=len(self._index), max_block_copies=self._policy.max_blocks, nbytes=self._index.nbytes,
             max_bytes=self._policy.max_index_bytes, dropped=self._index.dropped_blocks)
