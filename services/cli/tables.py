@@ -10,6 +10,7 @@ from shared.bus.subjects import WORKERS
 from shared.messages import (
     WorkersQuery,
     WorkersReply,
+    WorkerState,
 )
 from shared.units import format_seconds
 
@@ -20,17 +21,28 @@ def workers(nats_url: str | None, data_dir: str | None) -> None:
     """Prints the cluster as a conductor sees it."""
     reply = cast(WorkersReply, ask(settings(nats_url, data_dir), WORKERS.at(), WorkersQuery(), who="conductor"))
     width = max((len(worker.hello.worker) for worker in reply.workers), default=0)
-    table = compact_table(name_column("worker", width), "state", "model", "device", "queued", "running", "free blocks",
-                          "indexed", "wait",
+    is_elastic = any(worker.hello.elastic for worker in reply.workers)
+    table = compact_table(name_column("worker", width), "state", *(["now"] if is_elastic else []), "model", "device",
+                          "queued", "running", "free blocks", "indexed", "wait",
                           title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
+        loads = [one for one in (load, worker.other_load) if one is not None]
         # It is heard and takes nothing new; what is not heard may do anything.
         state = "draining" if worker.state == "alive" and load is not None and load.draining else worker.state
         table.add_row(
-            hello.worker, f"[{_STATE_COLOURS[state]}]{state}[/]", hello.spec.model, hello.device,
-            str(load.queued) if load else "?", str(load.running) if load else "?",
+            hello.worker, f"[{_STATE_COLOURS[state]}]{state}[/]", *([_role(worker)] if is_elastic else []),
+            hello.spec.model, hello.device,
+            str(sum(one.queued for one in loads)) if load else "?",
+            str(sum(one.running for one in loads)) if load else "?",
             f"{load.free_blocks if load else '?'}/{hello.capacity_blocks}", str(worker.indexed_blocks),
-            format_seconds(worker.waiting_s) if hello.role == "prefill" else "",
+            format_seconds(worker.waiting_s) if hello.role == "prefill" or hello.elastic else "",
         )
     console.print(table)
+
+
+def _role(worker: WorkerState) -> str:
+    """What it is given work for, which stands out where it is not at home."""
+    if not worker.hello.elastic:
+        return worker.hello.role
+    return f"[yellow]{worker.now}[/]" if worker.now and worker.now != worker.hello.role else worker.now or ""

@@ -110,6 +110,18 @@ async def test_workers(nats_url: str, nats_bus: NatsBus) -> None:
     assert "draining" in ended.out and "alive" not in ended.out
 
 
+async def test_workers_that_are_elastic(nats_url: str, nats_bus: NatsBus) -> None:
+    load = Load(worker=HELLO.worker, incarnation=HELLO.incarnation, role="prefill", kv_seq=0, queued=3, running=4)
+    other = msgspec.structs.replace(load, role="decode", queued=20, running=30)
+    reply = WorkersReply(conductor="conductor-1", workers=[WorkerState(
+        hello=msgspec.structs.replace(HELLO, elastic=True), load=load, other_load=other, now="decode", state="alive",
+        silence_s=0.1, indexed_blocks=0)])
+    async with answering(nats_bus, {WORKERS: reply}):
+        ended = await moonbus("workers", "--nats-url", nats_url)
+    assert ended.code == 0, ended.err
+    assert all(word in ended.out.split() for word in ("now", "decode", "23", "34")), ended.out
+
+
 async def test_catalog_questions(nats_url: str, nats_bus: NatsBus) -> None:
     totals = StatsReply(blocks=10, live_blocks=8, live_replicas=9, live_bytes=4096, requests=2, prompt_tokens=100,
                         hit_tokens=50, feed_pending=0,

@@ -66,6 +66,7 @@ from shared.messages import (
     Refuse,
     Rejection,
     RequestDone,
+    Role,
     RoleAdvice,
     Rollcall,
     Stored,
@@ -357,6 +358,15 @@ class Conductor:
             self._pools[spec] = pool
         return pool
 
+    def _role_now(self, worker: Worker, now: float) -> Role | None:
+        """What an elastic worker is given work for; ``None`` for nothing, as for who has but one role."""
+        if not worker.hello.elastic:
+            return None
+        usable = self._pool(worker.spec, now).usable
+        if any(one is worker for one in usable.prefill):
+            return "prefill"
+        return "decode" if any(one is worker for one in usable.decode) else None
+
     def _takers(self, spec: SpecDigest) -> list[Worker]:
         """Who of that spec may get new work."""
         members = self._membership.members
@@ -415,7 +425,8 @@ class Conductor:
             states.append(WorkerState(
                 hello=member.hello, load=member.load, state=member.state, silence_s=max(now - member.heard_s, 0.0),
                 indexed_blocks=self._index.blocks_of(worker_id), waiting_s=worker.queue_s(now) if worker else 0.0,
-                errors=worker.costs.errors(least=_TELLING) if worker else {}))
+                errors=worker.costs.errors(least=_TELLING) if worker else {}, other_load=member.other_load,
+                now=self._role_now(worker, now) if worker else None))
         index = IndexState(
             block_copies=len(self._index), max_block_copies=self._policy.max_blocks, nbytes=self._index.nbytes,
             max_bytes=self._policy.max_index_bytes, dropped=self._index.dropped_blocks)

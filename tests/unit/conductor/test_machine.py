@@ -115,6 +115,17 @@ class TestWorkers:
         play >> load("p1", kv_seq=1)
         assert answer(play, ask("r2", doc)).prefill == "p1"
 
+    def test_an_elastic_worker_is_told_of_with_both_loads_and_the_role_it_has_now(self) -> None:
+        elastic = [msgspec.structs.replace(hello(name, role), elastic=True)  # type: ignore[arg-type]
+                   for name, role in (("p1", "prefill"), ("d1", "decode"))]
+        play = stage(*elastic) >> load("d1", role="decode", queued=2) >> load("d1", role="prefill", queued=3)
+        states = {state.hello.worker: state for state in workers(play).workers}
+        assert [states[name].now for name in ("p1", "d1")] == ["prefill", "decode"]  # type: ignore[index]
+        both = states[WorkerId("d1")]
+        assert both.load is not None and both.other_load is not None
+        assert (both.load.queued, both.other_load.queued) == (2, 3)
+        assert states[WorkerId("p1")].other_load is None
+
     def test_a_draining_worker_takes_no_work_but_sends(self) -> None:
         doc = chain("doc", 8)
         play = stage(hello("p1"), hello("p2"), hello("d1", "decode")) >> stored("p1", 1, doc)
