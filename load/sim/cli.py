@@ -147,6 +147,7 @@ def run_command(
         faults=tuple(parse_fault(text) for text in fault or ()))
     plots.require()
     read = load_trace(trace, limit=limit, block_tokens=block_tokens)
+    check(options, read)
     with _progress() as bar:
         result = simulate(read, options, progress=bar)
     table = result.outcomes.table()
@@ -186,7 +187,8 @@ def compare_command(
                       message_delay_s=_seconds("--message-delay", message_delay))
     names, rates, seeds = policy or list(POLICIES), rate_scale or [1.0], seed or [0]
     directory = _directory(out, "compare")
-    places = [(source, rate, name, one_seed) for source in _sources(trace, limit, block_tokens, base, names)
+    bases = [replace(base, policy=name, rate_scale=rate) for name in names for rate in rates]
+    places = [(source, rate, name, one_seed) for source in _sources(trace, limit, block_tokens, bases)
               for rate in rates for name in names for one_seed in seeds]
     runs = [Run(source, replace(base, policy=name, rate_scale=rate, seed=one_seed))
             for source, rate, name, one_seed in places]
@@ -247,10 +249,9 @@ def knee_command(
                       rate_scale=rate_scale, ttft_slo=bounds[0], tbt_slo_s=_seconds("--tbt-slo", tbt_slo),
                       conductors=conductors, message_delay_s=_seconds("--message-delay", message_delay))
     names, seeds = policy or [OURS], seed or [0]
-    for bound in bounds:
-        base.objective(bound)
     directory = _directory(out, "knee")
-    places = [(source, name, one_seed) for source in _sources(trace, limit, block_tokens, base, names)
+    bases = [replace(base, policy=name, ttft_slo=bound) for name in names for bound in bounds]
+    places = [(source, name, one_seed) for source in _sources(trace, limit, block_tokens, bases)
               for name in names for one_seed in seeds]
     searches = [Search(source, replace(base, policy=name, seed=one_seed), bounds, good_share=good)
                 for source, name, one_seed in places]
@@ -387,13 +388,12 @@ def _summary_table(results: Mapping[str, Summary], *, title: str = "Summary") ->
     return Table(title, heads, rows, note="Seconds. Inside both: completed within both bounds, of all requests.")
 
 
-def _sources(traces: Sequence[Path], limit: int | None, block_tokens: int, base: RunOptions,
-             policies: Sequence[str]) -> list[Source]:
+def _sources(traces: Sequence[Path], limit: int | None, block_tokens: int,
+             wanted: Sequence[RunOptions]) -> list[Source]:
     """The traces; raises for those that cannot be read and for options that cannot be, before anything runs."""
     sources = [Source(str(path), block_tokens, limit) for path in dict.fromkeys(traces)]
-    for source in sources:
-        for policy in policies:
-            check(replace(base, policy=policy), read_source(source))
+    for source, options in itertools.product(sources, wanted):
+        check(options, read_source(source))
     return sources
 
 

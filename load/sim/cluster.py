@@ -7,6 +7,7 @@ hear of workers can get lost (a fault), and are then repaired as in production: 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -443,5 +444,5 @@ def check_possible(options: ClusterOptions) -> None:
         raise UserError(f"profile {profile.name}: the weights take {profile.weights_bytes / 1e9:g} GB and a node has "
                         f"{usable / 1e9:g} GB of accelerator memory for them and KV ({profile.vram_bytes / 1e9:g} GB, "
                         f"{profile.vram_reserved_share:.0%} reserved); nothing is left for KV")
-    if options.nic_gbps is not None and options.nic_gbps <= 0:
+    if options.nic_gbps is not None and not 0 < options.nic_gbps < math.inf:
         raise UserError(f"--nic-gbps is {options.nic_gbps:g}; expected a number above 0")

@@ -190,7 +190,7 @@ def _amount(queue: str, text: str) -> float:
         amount = float(text)
     except ValueError:
         amount = -1.0
-    if amount < 0:
+    if not amount >= 0:
         raise UserError(f"--queue {queue}: expected a number that is not negative, like aged:0.1, not {text!r}")
     return amount
 

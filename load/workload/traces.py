@@ -160,4 +160,4 @@ def _unshared_ids(index: int, blocks: int) -> tuple[int, ...]:
 def _plain(error: msgspec.DecodeError) -> str:
     """msgspec's message, which begins with a capital letter, inside a sentence of ours."""
     text = str(error)
-    return text[:1].lower() + text[1:]
+    return text if text.startswith("JSON") else text[:1].lower() + text[1:]

@@ -58,6 +58,23 @@ def test_an_impossible_cluster_is_refused_and_nothing_is_written(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("command", "code", "said"), [
+    (["compare", "--trace", "BAD"], 2, "line 3"), (["knee", "--trace", "BAD"], 2, "line 3"),
+    (["compare", "--rate-scale", "1", "--rate-scale", "nan"], 1, "--rate-scale is nan"),
+    (["compare", "--policy", "random", "--policy", "fastest"], 1, "no policy fastest"),
+    (["knee", "--ttft-slo", "30s", "--ttft-slo", "soon"], 1, "'soon' is not a duration"),
+    (["knee", "--decode", "0"], 1, "--decode is 0")])
+def test_a_grid_that_cannot_be_is_refused_before_anything_runs(command: list[str], code: int, said: str,
+                                                               tmp_path: Path) -> None:
+    good, bad = rows(tmp_path / "t.jsonl", 2), rows(tmp_path / "bad.jsonl", 2)
+    bad.write_text(bad.read_text() + '{"timestamp": 900, "input_length": 5}\n')
+    arguments = [argument.replace("BAD", str(bad)) for argument in command]
+    result = CliRunner().invoke(app, [*arguments, "--trace", str(good), "--block-tokens", "10",
+                                      "--out", str(tmp_path / "out")])
+    assert result.exit_code == code and said in f"{result.stderr} {result.exception}"
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", [["compare", "--policy", "moonbus", "--policy", "random"],
                                      ["knee", "--policy", "random", "--ttft-slo", "1s"]])
 def test_compare_and_knee_leave_their_page(command: list[str], tmp_path: Path) -> None:
