@@ -51,8 +51,8 @@ MAX_LISTED = 1_000
 """Most rows of a list: the answer must fit in a message."""
 MAX_TREE = 10_000
 """Most blocks of a tree, before it is gathered."""
-MAX_COUNTED = sql.MAX_LOOKED_AT
-"""More blocks, or copies, are not counted but estimated."""
+MAX_COUNTED = 200_000
+"""More blocks, or copies, are not counted for the totals but estimated."""
 SAMPLED = 4_000
 """Copies that an estimate looks at, about."""
 MAX_ENDED = 2_000
@@ -122,7 +122,7 @@ async def blocks(connection: AsyncConnection, query: BlocksQuery) -> BlocksReply
         sql.BLOCKS[query.order, query.all], {**which, "limit": _at_most(query.limit, MAX_LISTED)})).all()
     found = await _with_copies(connection, rows, ended=query.all)
     total = (await connection.execute(sql.ABOUT_BLOCKS)).scalar_one()
-    is_about = total > MAX_COUNTED
+    is_about = total > sql.MAX_LOOKED_AT
     if not is_about:
         total = (await connection.execute(sql.COUNT_BLOCKS[query.order, query.all], which)).scalar_one()
     return BlocksReply(blocks=found, total=total, is_about=is_about,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from sqlalchemy import text
 
 MAX_LOOKED_AT = 20_000
-"""Blocks that one list looks at, the first ones in its order: few of them may be what was asked for. What is larger is
-not counted either."""
+"""Blocks that one list looks at, the first ones in its order: few of them may be what was asked for. In a larger
+catalog what there is of them is not counted either."""
 MAX_DESCENDANTS = 100_000
 """Counting stops here: the block of a common system prompt may have millions."""
 
