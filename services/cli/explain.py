@@ -78,6 +78,8 @@ def _decision(decision: Decision, row: RequestRow) -> list[RenderableType]:
         parts.append(Text("decode, predicted TBT: " + ", ".join(
             f"{one.decode} {format_seconds(one.tbt_s)}" + (f" (has {one.own_blocks} blocks)" if one.own_blocks else "")
             for one in answer.decode_candidates)))
+    if answer.reuse_gain_s:
+        parts.append(Text(f"more copies of its prefix would have saved {format_seconds(answer.reuse_gain_s)}"))
     if decision is row.decisions[-1]:
         parts.append(_outcome(answer, decision, row))
     return parts

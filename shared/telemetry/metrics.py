@@ -82,7 +82,8 @@ CONDUCTOR_PROMISED_BLOCKS = Gauge(
     "moonbus_conductor_promised_blocks", "Block copies that decisions made and no worker has announced yet.")
 CONDUCTOR_KV_EVENTS_DROPPED = Counter(
     "moonbus_conductor_kv_events_dropped_total",
-    "Batches not applied, by why (stale: repeated, of an earlier life or too early by far; spec: another cache spec).", ["why"])
+    "Batches not applied, by why (stale: repeated, of an unknown worker, of an earlier life, too early by far; spec: of "
+    "another cache spec).", ["why"])
 CONDUCTOR_REFUSED = Counter(
     "moonbus_conductor_refused_reports_total",
     "Loads and observed times that cannot be true (negative, no number), by kind.", ["kind"])

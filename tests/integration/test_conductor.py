@@ -322,6 +322,24 @@ async def test_what_was_promised_is_held_against_what_came_of_it(
         assert await _is(conductor, f"moonbus_conductor_{name}_seconds_count", 1.0)
 
 
+async def test_a_full_index_is_said_and_what_does_not_fit_is_not_reused(
+    start: Start, workers: dict[str, ScriptedWorker], nats_bus: NatsBus, eventually: Eventually,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    conductor, log = await start(max_blocks="4"), []
+    await workers["prefill-1"].store(chain(80, 10))
+    await eventually(partial(_is, conductor, "moonbus_conductor_index_dropped_blocks_total", 6.0))
+
+    def said() -> bool:
+        log.append(capfd.readouterr().err)
+        return "index_full" in "".join(log)
+
+    await eventually(said, "the log says that the index is full")
+    assert "dropped_blocks=6" in "".join(log)
+    answer = await place(nats_bus, "r1", chain(80, 10), exclude=[WorkerId("prefill-2")])
+    assert (answer.prefill, answer.own_blocks) == ("prefill-1", 4)
+
+
 async def test_decisions_are_spans_of_the_askers_trace(
     start: Start, workers: dict[str, ScriptedWorker], nats_bus: NatsBus, eventually: Eventually, tmp_path: Path,
 ) -> None:

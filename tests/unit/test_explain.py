@@ -25,7 +25,7 @@ PLACED = Placement(
     request=RequestId("req-1"), attempt=0, conductor=ConductorId("conductor-7"), prefill=P1,
     prefill_incarnation=Incarnation("i"), decode=D1, decode_incarnation=Incarnation("i"), own_blocks=3,
     sources=[Source(owner=P2, incarnation=Incarnation("i"), first_block=3, num_blocks=5)], hit_tokens=512,
-    predicted_queue_s=0.25, predicted_transfer_s=0.012, predicted_prefill_s=0.1, predicted_tbt_s=0.02,
+    predicted_queue_s=0.25, predicted_transfer_s=0.012, predicted_prefill_s=0.1, predicted_tbt_s=0.02, reuse_gain_s=0.3,
     candidates=[PULL, ALONE],
     decode_candidates=[DecodeCandidate(decode=D1, tbt_s=0.02, own_blocks=2),
                        DecodeCandidate(decode=D2, tbt_s=0.03, own_blocks=0)])
@@ -60,6 +60,7 @@ def test_a_placement_with_all_its_terms_beside_what_became_of_it(shown) -> None:
     assert row_of(text, "prefill-2 ") == ["prefill-2", "0", "0", "0", "0", "2.5s", "2.5s", "0"]
     assert "prefill-2: recomputes 8 blocks in 0.8 s" in text
     assert "fetched: blocks 3-7 from prefill-2" in text
+    assert "more copies of its prefix would have saved 300.0 ms" in text
     assert "decode, predicted TBT: decode-1 20.0 ms (has 2 blocks), decode-2 30.0 ms" in " ".join(text.split())
     assert row_of(text, "TTFT from here")[3:] == ["362.0", "ms", "400.0", "ms", "+10%"]
     assert row_of(text, "TBT ")[1:] == ["20.0", "ms", "25.0", "ms", "+25%"]

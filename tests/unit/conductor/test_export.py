@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
+from services.conductor.core.machine import Conductor
 from services.conductor.shell import _Export
 from shared.ids import WorkerId
 from shared.messages import Bye
-from tests.unit.conductor.builders import chain, hello, life_of, load, stage, stored
+from tests.unit.conductor.builders import OTHER_SPEC, chain, evicted, hello, life_of, load, stage, stored
 
 P1, D1, D2 = WorkerId("p1"), WorkerId("d1"), WorkerId("d2")
 
@@ -30,6 +31,27 @@ def test_placements_on_workers_that_are_gone_are_not_shown_for_ever() -> None:
     play >> Bye(worker=P1, incarnation=life_of("p1"))
     export.update(play.machine.statistics())  # type: ignore[attr-defined]
     assert placements() == {}
+
+
+def dropped() -> dict[str, float]:
+    return {why: REGISTRY.get_sample_value("moonbus_conductor_kv_events_dropped_total", {"why": why}) or 0.0
+            for why in ("stale", "spec")}
+
+
+def test_events_of_strangers_of_earlier_lives_and_of_other_specs_are_counted_and_change_nothing() -> None:
+    play, export, doc = stage(hello("p1", life=2), hello("d1", "decode")), _Export(), chain("doc", 3)
+    machine, before = play.machine, dropped()
+    assert isinstance(machine, Conductor)
+    for event, stale, spec in (
+        (stored("stranger", 1, doc), 1, 0), (evicted("stranger", 2, doc), 2, 0),
+        (stored("p1", 1, doc, life=1), 3, 0), (evicted("p1", 7, doc, life=1), 4, 0),
+        (stored("p1", 1, doc, life=2, spec=OTHER_SPEC), 4, 1),
+        (stored("p1", 1, doc, life=2), 5, 1),  # the same number again
+    ):
+        (play >> event).done()
+        export.update(machine.statistics())
+        assert dropped() == {"stale": before["stale"] + stale, "spec": before["spec"] + spec}, event
+        assert sum(machine.statistics().blocks.values()) == 0, event
 
 
 def test_what_is_refused_and_what_does_not_fit_is_counted_once() -> None:
