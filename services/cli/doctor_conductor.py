@@ -47,6 +47,11 @@ def judge(reply: WorkersReply) -> Iterator[Finding]:
         yield Finding("ok", "estimates", f"off by {worst:.0%} at most lately")
     else:
         yield Finding("ok", "estimates", "too little was observed to judge them")
+    elastic = [state for state in reply.workers if state.hello.elastic]
+    if elastic:
+        away = [f"{state.hello.worker} ({state.now})" for state in elastic if state.now not in (None, state.hello.role)]
+        where = f"away from home now: {', '.join(away[:_MOST_NAMED])}" if away else "all at home"
+        yield Finding("ok", "elastic", f"{len(elastic)} of {len(reply.workers)} workers, {where}")
     for one in reply.advice:
         yield Finding("warn" if one.is_wrong or one.is_short else "ok", "roles", f"{one.model}: {verdict(one)}",
                       "moonbus advise shows the terms" if one.is_wrong or one.is_short else "")

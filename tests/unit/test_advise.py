@@ -71,6 +71,15 @@ def test_the_doctor_finds_nothing_wrong() -> None:
     assert judged()["estimates"].verdict == "ok", "a conductor that has seen nothing yet"
 
 
+def test_the_doctor_says_who_is_away_from_home() -> None:
+    assert "elastic" not in judged(workers=[worker("p1")])
+    at_home, away = (
+        msgspec.structs.replace(worker(name), hello=msgspec.structs.replace(hello(name), elastic=True), now=now)
+        for name, now in (("p1", "prefill"), ("p2", "decode")))
+    assert judged(workers=[at_home, worker("p3")])["elastic"].found == "1 of 2 workers, all at home"
+    assert judged(workers=[at_home, away])["elastic"].found == "2 of 2 workers, away from home now: p2 (decode)"
+
+
 @pytest.mark.parametrize(("index", "says"), [
     (msgspec.structs.replace(INDEX, dropped=1234), "no room for 1,234 block copies"),
     (msgspec.structs.replace(INDEX, block_copies=950), "nearly full: 950 of 1,000 block copies"),
