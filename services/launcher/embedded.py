@@ -58,7 +58,7 @@ _FOR_THE_CATALOG = (
 )
 _BUFFERS_SHARE = 1 / 8
 """Of the free memory, for the pages in use: taken as the catalog grows."""
-_BUFFERS_LEAST, _BUFFERS_MOST = 128 * 2**20, 2 * 2**30
+_BUFFERS_LEAST, _BUFFERS_MOST = 128 * 2**20, 4 * 2**30
 
 _ROOT_PLACE = Path("/var/lib/moonbus")
 _INSTALL = "install it with `pip install 'moonbus[local]'`"

@@ -121,7 +121,7 @@ async def test_postgres_away_for_longer_than_the_feed_waits(
                 while feeding:
                     await a.store(chain(f"more-{chains}", 8))
                     chains += 1
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.03)
 
             running = asyncio.create_task(feed())
             for _ in range(2):
@@ -132,7 +132,7 @@ async def test_postgres_away_for_longer_than_the_feed_waits(
                 await eventually(lambda: _some(nats_bus, 8 * chains // 2), timeout_s=30.0)
             feeding = False
             await running
-            await eventually(holds(nats_bus, live_blocks=8 * chains, blocks=8 * chains, feed_pending=0), timeout_s=30.0)
+            await eventually(holds(nats_bus, live_blocks=8 * chains, blocks=8 * chains, feed_pending=0), timeout_s=60.0)
             assert service.process.returncode is None
             assert await service.stop() == 0
 
