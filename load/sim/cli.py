@@ -46,10 +46,13 @@ from shared.errors import UserError
 from shared.files import write_file
 from shared.store import policies
 from shared.units import format_seconds, parse_seconds
+from shared.version import product_version
 
 _BAD_TRACE = 2
 _INTERRUPTED = 130
 _STAND_IN = "toolagent_like"
+_MOST_COLUMNS = 10
+"""Of a table on the terminal."""
 _SEEDS = "Means over the seeds."
 
 app = typer.Typer(help="Simulate a cluster on a trace, with the conductor that runs in production.",
@@ -304,7 +307,7 @@ def paper_command(
     reads = {name: load_trace(traces / f"{name}.jsonl", limit=limit) for name in paper.TRACES}
     console = Console(stderr=True, highlight=False)
     runs = paper.Paper(reads, RunOptions(profile=profile, seed=seed), console.print)
-    page = Page(title="Published and simulated")
+    page = Page(title="Published and simulated", facts=[("profile", profile), ("seed", str(seed)), _made()])
     data: dict[str, object] = {}
     for name in part or paper.PARTS:
         outcome = runs.run(name)
@@ -373,7 +376,11 @@ def _facts(options: RunOptions, seeds: Sequence[int] = ()) -> list[tuple[str, st
     nodes = f"{options.coupled} coupled" if options.coupled else f"{options.prefill} prefill, {options.decode} decode"
     return [("nodes", nodes), ("profile", options.profile), ("admission", options.admission),
             ("bounds", f"TTFT {options.ttft_slo}, TBT {format_seconds(options.tbt_slo_s)}"),
-            ("seed", ", ".join(map(str, seeds or (options.seed,))))]
+            ("seed", ", ".join(map(str, seeds or (options.seed,)))), _made()]
+
+
+def _made() -> tuple[str, str]:
+    return "made", f"{datetime.now(UTC):%Y-%m-%d}, moonbus {product_version()}"
 
 
 def _summary_table(results: Mapping[str, Summary], *, title: str = "Summary") -> Table:
@@ -407,6 +414,8 @@ def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | N
     write(directory, page, data, json=json)
     console = Console()
     for table in page.tables:
+        if len(table.rows) > 1 and len(table.heads) > _MOST_COLUMNS:
+            continue  # only readable on the page
         if len(table.rows) == 1:  # one run reads better downwards
             grid = Grid("", table.rows[0][0], title=table.title, title_justify="left")
             for head, cell in zip(table.heads[1:], table.rows[0][1:], strict=True):

@@ -32,10 +32,13 @@ def distributions(runs: Mapping[str, tuple[Sequence[float] | _Array, Sequence[fl
                 one.step(np.maximum(values, 1e-3), shares, where="post", label=name)
     for one, title in zip(axes, ("TTFT, s", "TBT, s"), strict=True):
         one.set_xscale("log")
+        one.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        one.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        one.tick_params(axis="x", which="minor", labelsize=6)
         one.set_xlabel(title)
         one.set_ylim(0, 1.02)
     axes[0].set_ylabel("share of requests")
-    axes[0].legend(frameon=False, fontsize=7)
+    axes[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
 
 
