@@ -27,8 +27,9 @@ from shared.store.client_errors import (
 )
 from shared.store.client_map import Seat, Whereabouts
 from shared.store.client_memory import Bytes, Part
-from shared.store.door_line import Closed, Late
+from shared.store.door_line import Late
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.channel import Closed
 from shared.transfer.ledger import checksum
 
 CHUNK_BYTES = 8 << 20

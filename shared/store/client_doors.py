@@ -14,8 +14,9 @@ from shared.store import door_frames as frames
 from shared.store.client_errors import EntryRefused
 from shared.store.client_map import Seat
 from shared.store.client_memory import Part
-from shared.store.door_line import Closed, Late, Line
+from shared.store.door_line import Late, Line
 from shared.transfer.addresses import host_clock_s, split_address
+from shared.transfer.channel import Closed
 from shared.transfer.native import Native
 from shared.transfer.segment import MappedSegment, Segment
 from shared.transfer.shm import connect_unix

@@ -31,11 +31,12 @@ from shared.store.door_entry import Entry
 from shared.store.door_holds import Holds
 from shared.store.door_intake import Filled, Intake
 from shared.store.door_keep import Keep, tally
-from shared.store.door_line import Closed, Line
+from shared.store.door_line import Line
 from shared.store.door_mover import Mover
 from shared.store.door_visit import Visit
 from shared.transfer import Segment, TransferSettings, host_id
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.channel import Closed
 from shared.transfer.plan import needs_checksums
 from shared.transfer.wire import keep_alive
 

@@ -18,10 +18,11 @@ from shared.ids import BlockKey, WorkerId
 from shared.messages import StoredBlock
 from shared.store import door_frames as frames
 from shared.store.door_keep import Keep, deny
-from shared.store.door_line import Closed, Line
+from shared.store.door_line import Line
 from shared.store.door_visit import Visit
 from shared.telemetry import metrics
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.channel import Closed
 from shared.transfer.ledger import checksum
 from shared.transfer.segment import MappedSegment
 

@@ -12,9 +12,10 @@ from shared.store import door_frames as frames
 from shared.store.door_holds import Holds
 from shared.store.door_intake import Intake, take
 from shared.store.door_keep import Keep, tally
-from shared.store.door_line import Closed, Late, Line
+from shared.store.door_line import Late, Line
 from shared.store.door_visit import Visit
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.channel import Closed
 from shared.transfer.ledger import checksum
 from shared.transfer.tcp import LOCAL_QUEUE_BYTES
 

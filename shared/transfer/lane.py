@@ -28,12 +28,13 @@ from shared.ids import HostId, Incarnation, WorkerId
 from shared.messages import Endpoint, Grant
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.channel import Closed
 from shared.transfer.ledger import checksum
 from shared.transfer.native import Native
 from shared.transfer.plan import Batch, Piece, needs_checksums
 from shared.transfer.segment import Segment
 from shared.transfer.types import ChecksumMismatch, GrantRefused, Outcome, PeerGone, TransferTimeout, Trouble
-from shared.transfer.wire import Closed, Connection
+from shared.transfer.wire import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +219,8 @@ class StreamLane(ABC):
         self._dialled: Connection | None = None
         self._connection: Connection | None = None
         """The same, once the peer has answered."""
-        self._thread = threading.Thread(target=self._work, name=f"{sender.name}-lane", daemon=True)
+        self._thread: threading.Thread | None = None
+        """Once it is started; a blocking push uses a lane without."""
         self._opened: Callable[[Trouble | None], None] = lambda trouble: None
         self.checksums = False
         """Does the receiver get one for each piece? Known once connected."""
@@ -258,12 +260,14 @@ class StreamLane(ABC):
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, opened: Callable[[Trouble | None], None]) -> None:
         self._opened = opened
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name=f"{self._sender.name}-lane", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def submit(self, transfer: Transfer) -> None:
         if not self._pending.add(transfer):
@@ -309,7 +313,7 @@ class StreamLane(ABC):
         """The segment ``serial`` goes away; no transfer of it is on its way."""
 
     def join(self) -> None:
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
 
     def acknowledge(self, body: frames.Ack) -> None:

@@ -17,11 +17,12 @@ from shared.clock import Clock
 from shared.ids import HostId, OperationId, WorkerId
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
+from shared.transfer.channel import Closed
 from shared.transfer.ledger import Ledger, Refused, Writer
 from shared.transfer.native import Native
 from shared.transfer.plan import needs_checksums
 from shared.transfer.types import Notification
-from shared.transfer.wire import Closed, Connection
+from shared.transfer.wire import Connection
 
 _log = logging.getLogger(__name__)
 

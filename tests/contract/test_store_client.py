@@ -41,10 +41,11 @@ from shared.store.client_errors import (
     StoreTimeout,
     WrongSize,
 )
-from shared.store.door_line import Closed, Line
+from shared.store.door_line import Line
 from shared.store.settings import SsdSettings
 from shared.transfer import host_id
 from shared.transfer.addresses import host_clock_s, split_address
+from shared.transfer.channel import Closed
 from shared.transfer.shm import connect_unix
 from tests.support.eventually import Eventually
 from tests.support.store_clients import KINDS, NBYTES, open_client, order, owner_process

@@ -41,8 +41,9 @@ from shared.transfer import (
     host_id,
 )
 from shared.transfer.addresses import host_clock_s, join_address, split_address
+from shared.transfer.channel import Closed
 from shared.transfer.verbs import nics
-from shared.transfer.wire import Closed, Connection
+from shared.transfer.wire import Connection
 from tests.support.eventually import eventually
 
 NBYTES = 1 << 20
@@ -84,7 +85,7 @@ def of(offset: int, length: int) -> Range:
 async def opened(path: str, *, nbytes: int = NBYTES, clock: Clock | None = None,
                  **sender_settings: Any) -> AsyncIterator[Pair]:
     """Two engines that can only use ``path``."""
-    only = TransferSettings(paths=(path,), **{"checksums": "on", **sender_settings})
+    only = TransferSettings(paths=(path,), **{"checksums": "on", "connect_timeout_s": 60.0, **sender_settings})
     receiving = TransferSettings(paths=(path,))
     async with (
         TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=only) as sender,

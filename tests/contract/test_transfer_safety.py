@@ -29,11 +29,12 @@ from shared.transfer import (
     frames,
 )
 from shared.transfer.addresses import host_clock_s, join_address
+from shared.transfer.channel import Closed
 from shared.transfer.push import STREAM_PUSHES
 from shared.transfer.router import MAX_PAUSE_S
 from shared.transfer.segment import Segment
 from shared.transfer.shm import ShmLane, ShmSession
-from shared.transfer.wire import Closed, Connection
+from shared.transfer.wire import Connection
 from tests.contract.test_transfer import NBYTES, OP, PATHS, Pair, copy_claim, dial, of, opened, raw_sender
 from tests.support.eventually import eventually
 

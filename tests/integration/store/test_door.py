@@ -15,9 +15,10 @@ from shared.messages import DoorOpened, OpenDoor
 from shared.store import Client, door_entry
 from shared.store import door_frames as frames
 from shared.store.client_doors import Call
-from shared.store.door_line import Closed, Line
+from shared.store.door_line import Line
 from shared.transfer import host_id
 from shared.transfer.addresses import host_clock_s, split_address
+from shared.transfer.channel import Closed
 from tests.support.agents import Holder, open_holder
 from tests.support.blocks import SPEC, make_chain, payload
 from tests.support.eventually import Eventually

@@ -19,7 +19,8 @@ from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Endpoint, Grant, Range
 from shared.transfer import Slice, TransferEngine, TransferSettings, frames, host_id
 from shared.transfer.addresses import join_address
-from shared.transfer.wire import Closed, Connection
+from shared.transfer.channel import Closed
+from shared.transfer.wire import Connection
 from tests.support.frame_fuzz import Mutator
 from tests.support.transfer_peer import peer
 

@@ -29,10 +29,11 @@ from shared.transfer import (
     verbs,
 )
 from shared.transfer.addresses import host_clock_s, split_address
+from shared.transfer.channel import Closed
 from shared.transfer.rails import choose_gid
 from shared.transfer.rdma import TIMING
 from shared.transfer.verbs import Remote, Status
-from shared.transfer.wire import Closed, Connection
+from shared.transfer.wire import Connection
 from tests.support.eventually import eventually
 from tests.support.transfer_peer import PATIENCE_S, Peer, digests, noise, noisy_engine, peer, under_way
 
@@ -53,7 +54,8 @@ def blocks(count: int = NBYTES // BLOCK, *, rounds: int = 1) -> list[Slice]:
 @asynccontextmanager
 async def own_engine(*paths: str, **more: Any) -> AsyncIterator[TransferEngine]:
     """An engine of this process, with noise in ``kv``."""
-    settings = TransferSettings(paths=paths or ("rdma",), **{"silence_s": 0.2, "max_inflight": 4 * MIB, **more})
+    settings = TransferSettings(paths=paths or ("rdma",), **{"silence_s": 0.2, "max_inflight": 4 * MIB,
+                                                                      "connect_timeout_s": PATIENCE_S, **more})
     async with noisy_engine(settings, NBYTES, SEED) as engine:
         yield engine
 
