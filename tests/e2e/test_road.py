@@ -213,7 +213,7 @@ async def test_a_request_and_a_rejection_explain_themselves(
     name = placed.headers["x-moonbus-request-id"]
     text: str = await eventually(lambda: explained(name), "the catalog knows the request", timeout_s=20)
     assert f"prefill on {placed.prefill}, decode on {placed.headers['x-moonbus-decode-worker']}" in text
-    assert f"→ {placed.prefill} 0 0" in text and "TTFT from here" in text
+    assert f"→ {placed.prefill} 0 0" in text and "TTFT from here" in text and "decode, predicted TBT: decode-" in text
     async with httpx.AsyncClient() as client:
         reply = await client.post(f"{stack.url}/v1/completions", timeout=30, headers={"x-moonbus-ttft-slo-ms": "0.001"},
                                   json={"model": stack.model, "prompt": TEXT, "max_tokens": 1})

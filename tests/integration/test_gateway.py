@@ -404,6 +404,8 @@ async def test_rejections(stage: Stage, code: Any, status: int, kind: type[opena
     assert caught.value.response.headers["retry-after-ms"] == "2400"
     done = await stage.done()
     assert (done.outcome, done.code) == ("rejected", code)
+    assert [(one.answer.code, one.answer.retry_after_s) for one in done.decisions] == [(code, 2.4)]
+    assert caught.value.response.headers["x-moonbus-request-id"] == done.request
 
 
 async def test_a_full_worker_is_429_even_when_it_was_the_only_one(stage: Stage) -> None:
@@ -494,6 +496,10 @@ async def test_a_failed_attempt_goes_elsewhere(stage_with: Open, how: str) -> No
         assert [(cancel.attempt, cancel.reason) for cancel in stage.cluster.cancels] == [(0, "draining")]
         done = await stage.done()
         assert (done.outcome, done.attempts) == ("ok", 2)
+        assert response.headers["x-moonbus-request-id"] == done.request
+        assert [(one.attempt, one.answer.prefill, one.code) for one in done.decisions] == [
+            (0, "prefill-1", "draining"), (1, "prefill-2", "")]
+        assert 0 < done.decisions[0].at_s < done.decisions[1].at_s < done.duration_s
 
 
 async def test_attempts_end(stage_with: Open) -> None:
