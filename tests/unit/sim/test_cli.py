@@ -75,15 +75,23 @@ def test_a_grid_that_cannot_be_is_refused_before_anything_runs(command: list[str
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", [["compare", "--policy", "moonbus", "--policy", "random"],
-                                     ["knee", "--policy", "random", "--ttft-slo", "1s"]])
+@pytest.mark.parametrize("command", [
+    ["compare", "--policy", "moonbus", "--policy", "random", "--rate-scale", "1", "--rate-scale", "2", "--seed", "0",
+     "--seed", "1"],
+    ["knee", "--policy", "random", "--ttft-slo", "1s", "--ttft-slo", "100ms+2x"]])
 def test_compare_and_knee_leave_their_page(command: list[str], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [
+    arguments = [
         *command, "--trace", str(rows(tmp_path / "toolagent_like.jsonl")), "--block-tokens", "10", "--prefill", "1",
-        "--decode", "1", "--profile", profile_file(tmp_path, quick()), "--out", str(tmp_path / "out")])
+        "--decode", "1", "--profile", profile_file(tmp_path, quick()), "--jobs", "1", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "synthetic stand-in" in (tmp_path / "out" / "report.html").read_text()
-    assert json.loads((tmp_path / "out" / "result.json").read_text())
+    numbers = (tmp_path / "out" / "result.json").read_bytes()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").iterdir()}
+    assert json.loads(numbers) and kept and list((tmp_path / "out" / "figures").glob("*.png"))
+    result = CliRunner().invoke(app, [*arguments, "--resume"])
+    assert result.exit_code == 0 and (tmp_path / "out" / "result.json").read_bytes() == numbers
+    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").iterdir()}, "made once"
 
 
 def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
