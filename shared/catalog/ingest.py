@@ -3,6 +3,7 @@ connection that the caller opened."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,11 +44,7 @@ async def write(connection: AsyncConnection, events: Sequence[FeedEvent], *, now
         await connection.execute(sql.REPLACE_WORKERS, {"workers": sorted({worker for worker, _ in folded.workers})})
     if folded.blocks or folded.seen:
         await _merge(connection, folded)
-    if rows := folded.request_rows():
-        if (await connection.execute(sql.HAS_DECISIONS)).scalar_one():
-            await _execute(connection, sql.INSERT_REQUESTS, rows)
-        else:
-            await _execute(connection, sql.INSERT_REQUESTS_ONLY, [row[:-1] for row in rows])
+    await _execute(connection, sql.INSERT_REQUESTS, folded.request_rows())
     await _see(connection, folded.seen)
     return folded
 
@@ -108,9 +105,11 @@ async def repair(connection: AsyncConnection, life: Life, *, seq: int, spec: str
 
 async def _merge(connection: AsyncConnection, folded: Folded) -> None:
     """Blocks, then copies: in one fixed order, so that writers meet their locks in the same order."""
-    await _bring(connection, sql.MERGE_BLOCKS, folded.block_rows())
-    await _bring(connection, sql.END_COPIES, folded.eviction_rows())
-    await _bring(connection, sql.MERGE_COPIES, folded.copy_rows())
+    _, (evictions, copies) = await asyncio.gather(  # sorted while Postgres is at work
+        _bring(connection, sql.MERGE_BLOCKS, folded.block_rows()),
+        asyncio.to_thread(lambda: (folded.eviction_rows(), folded.copy_rows())))
+    await _bring(connection, sql.END_COPIES, evictions)
+    await _bring(connection, sql.MERGE_COPIES, copies)
     if folded.broken:
         late = folded.late_rows()
         if late:
