@@ -45,6 +45,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     settings: TransferSettings = TransferSettings()
     ssd: SsdSettings = SsdSettings()
     heartbeat_s: float = 1.0
+    all_tenants: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ async def open_owner(order: Order) -> AsyncIterator[Owner]:
         async with agent.open(), Door.open(
                 agent=agent, spec=spec, segment=segment, num_blocks=order.num_blocks, bus=bus, worker=order.worker,
                 incarnation=incarnation, clock=clock, settings=order.settings,
-                inline_bytes=MAX_INLINE_BYTES) as door, presence.open():
+                inline_bytes=MAX_INLINE_BYTES, all_tenants=order.all_tenants) as door, presence.open():
             yield Owner(agent, door, incarnation)
 
 

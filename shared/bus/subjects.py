@@ -52,14 +52,19 @@ class Subject:
         """The address with every hole filled; a value that could change the subject's shape is refused."""
         if set(params) != set(self.param_names):
             raise ValueError(f"{self.template} takes {self.param_names}, got {tuple(params)}")
+        self._check(params)
+        return Address(PREFIX + self.template.format(**params), self)
+
+    def any(self, **params: str) -> Address:
+        """The pattern that matches every address of this subject, or every one with these ``params``."""
+        self._check(params)
+        return Address(PREFIX + self.template.format(**dict.fromkeys(self.param_names, "*") | params), self)
+
+    @staticmethod
+    def _check(params: Mapping[str, str]) -> None:
         for name, value in params.items():
             if not _TOKEN.fullmatch(value):
                 raise ValueError(f"{name}={value!r} cannot stand in a subject: use letters, digits, - and _")
-        return Address(PREFIX + self.template.format(**params), self)
-
-    def any(self) -> Address:
-        """The pattern that matches every address of this subject."""
-        return Address(PREFIX + _PARAM.sub("*", self.template), self)
 
     def params(self, text: str) -> Mapping[str, str]:
         """The holes' values in a rendered address."""
@@ -67,6 +72,13 @@ class Subject:
         if match is None:
             raise ValueError(f"{text} is not of the form {PREFIX}{self.template}")
         return match.groupdict()
+
+
+def tenant_token(tenant: str) -> str:
+    """A tenant as a part of a subject: its name if that can stand there, else ``x-`` and the name in hexadecimal."""
+    if _TOKEN.fullmatch(tenant) and not tenant.startswith("x-"):
+        return tenant
+    return f"x-{tenant.encode().hex()}"
 
 
 @dataclass(frozen=True)
@@ -125,8 +137,9 @@ DONE = Subject("request.done", m.RequestDone, stream="KV", speaks="gateway", hea
 POOL = Subject("worker.{worker}.pool", m.Replicate | m.Trim | m.Protect | m.Retire,
                m.Replicated | m.Trimmed | m.Protected | m.Retired | m.Failure, speaks="store-manager",
                hears="that worker", about="copy blocks, drop copies, keep them, empty yourself")
-DOOR = Subject("worker.{worker}.door", m.OpenDoor, m.DoorOpened | m.DoorRefused, speaks="a client of the store",
-               hears="that worker", about="let me put and get values at your door")
+DOOR = Subject("worker.{worker}.door.{tenant}", m.OpenDoor, m.DoorOpened | m.DoorRefused,
+               speaks="a client of the store", hears="that worker",
+               about="let me put and get this tenant's values at your door")
 QUOTAS = Subject("worker.{worker}.quotas", m.Quotas, speaks="store-manager", hears="that worker",
                  about="how much of its memory each tenant may take")
 

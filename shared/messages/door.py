@@ -20,7 +20,7 @@ class OpenDoor(Message, frozen=True):
     host: HostId
     spec: SpecDigest
     tenant: str = ""
-    """Whose values it will put; they count against this tenant's quota."""
+    """For whom it acts: whose values it gets and puts, which count against this tenant's quota."""
 
 
 class DoorOpened(Message, frozen=True):
@@ -46,5 +46,5 @@ class DoorOpened(Message, frozen=True):
 class DoorRefused(Message, frozen=True):
     """The door stays closed; ``message`` is one line for a person."""
 
-    code: Literal["spec"]
+    code: Literal["spec", "tenant"]
     message: str

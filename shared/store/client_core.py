@@ -312,7 +312,7 @@ class Core:
 
     def _fetch(self, call: Call, seat: Seat, keys: Sequence[BlockKey], parts: Sequence[Part]) -> list[bool]:
         visit = self._doors.take(call, seat, QUESTIONS)
-        size = self._chunk(visit, 8)
+        size = self._chunk(visit, 32)
         starts = deque(range(0, len(keys), size))
         waiting: deque[int] = deque()
         found: list[bool] = []

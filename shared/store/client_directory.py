@@ -10,13 +10,13 @@ from typing import Any
 
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.bus.nats import NatsBus
-from shared.bus.subjects import BYE, DOOR, HELLO, KV_EVICTED, KV_STORED, KV_SYNC, LOAD, ROLLCALL
+from shared.bus.subjects import BYE, DOOR, HELLO, KV_EVICTED, KV_STORED, KV_SYNC, LOAD, ROLLCALL, tenant_token
 from shared.errors import BusError, NoResponders, RequestTimeout
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv import CacheSpec
 from shared.kv.feed import Ask
 from shared.messages import DoorOpened, DoorRefused, OpenDoor, Rollcall
-from shared.store.client_errors import ForeignSpec, NoStore, StoreTimeout
+from shared.store.client_errors import EntryRefused, ForeignSpec, NoStore, StoreTimeout
 from shared.store.client_map import Whereabouts
 from shared.transfer.addresses import host_clock_s
 
@@ -96,7 +96,8 @@ class Directory:
         ask = OpenDoor(client=self._client, incarnation=self._incarnation, host=self._host, spec=self._digest,
                        tenant=self._tenant)
         try:
-            reply: DoorOpened | DoorRefused = await self._bus.request(DOOR.at(worker=worker), ask, timeout_s=timeout_s)
+            reply: DoorOpened | DoorRefused = await self._bus.request(
+                DOOR.at(worker=worker, tenant=tenant_token(self._tenant)), ask, timeout_s=timeout_s)
         except NoResponders as error:
             raise NoStore(f"worker {worker} has no door for clients of the store") from error
         except RequestTimeout as error:
@@ -104,7 +105,7 @@ class Directory:
         except BusError as error:
             raise NoStore(f"worker {worker} cannot be asked for its door: {error}") from error
         if isinstance(reply, DoorRefused):
-            raise ForeignSpec(reply.message)
+            raise (ForeignSpec if reply.code == "spec" else EntryRefused)(reply.message)
         for key in [key for key in self._doors if key[0] == worker]:
             del self._doors[key]
         self._doors[worker, reply.incarnation] = reply

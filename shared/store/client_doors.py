@@ -26,6 +26,8 @@ from shared.transfer.wire import keep_alive
 QUESTIONS, BYTES = 0, 1
 """What a connection serves; over TCP one serves both."""
 CONNECT_S = 2.0
+MAX_LAZY = 2
+"""Idle connections that say of loans that they are over when they next ask something, or some time later."""
 MAX_IDLE = 8
 """Connections kept for one worker and purpose."""
 BROKEN = (Closed, OSError, ValueError, frames.FrameError)
@@ -90,6 +92,11 @@ class Visit:
         """What the next question says of loans that are over."""
         done, self.done = self.done, 0
         return done
+
+    def tell_now(self) -> None:
+        """Says it without a question; never blocks."""
+        if not self.line.send_now(frames.Done(self.tell_done())):
+            self.line.shutdown()  # whoever takes it next sees that
 
     def put(self, call: Call, blocks: list[frames.Block], parts: Sequence[Part], checksums: list[int], *,
             wait_s: float) -> None:
@@ -166,6 +173,8 @@ class Doors:
         call.lines.discard(visit.line)
         with self._lock:
             idle = self._idle.setdefault((visit.seat.worker, visit.seat.incarnation, visit.serves), deque())
+            if len(idle) >= MAX_LAZY and visit.done:  # with many, what the worker still thinks lent would add up
+                visit.tell_now()
             if not self._closed and not call.cancelled and len(idle) < MAX_IDLE:
                 idle.append(visit)
                 return
@@ -176,8 +185,8 @@ class Doors:
         with self._lock:
             for idle in self._idle.values():
                 for visit in idle:
-                    if visit.done and not visit.line.send_now(frames.Done(visit.tell_done())):
-                        visit.line.shutdown()  # whoever takes it next sees that
+                    if visit.done:
+                        visit.tell_now()
 
     def drop(self, call: Call, visit: Visit) -> None:
         """It broke, or an answer to it is still under way."""

@@ -20,6 +20,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from msgspec import structs
+
 from shared.bus.bus import Bus
 from shared.bus.subjects import DOOR
 from shared.clock import Clock
@@ -27,7 +29,8 @@ from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv import CacheSpec
 from shared.store import door_frames as frames
 from shared.store.agent import StoreAgent
-from shared.store.door_entry import Entry
+from shared.store.door_crowd import admit
+from shared.store.door_entry import Entry, peer_of
 from shared.store.door_holds import Holds
 from shared.store.door_intake import Filled, Intake
 from shared.store.door_keep import Keep, tally
@@ -46,7 +49,8 @@ HANDSHAKE_S = 5.0
 INLINE_BYTES = 512 << 10
 """Values that the event loop copies itself, since handing them to a thread would take longer than that."""
 WATCH_S = 0.1
-MAX_VISITS = 512
+MAX_AHEAD = 64
+"""Questions that a client may have asked beyond the one that waits; more of them wait in its socket, or end it."""
 
 
 class Door:
@@ -69,22 +73,24 @@ class Door:
     @asynccontextmanager
     async def open(cls, *, agent: StoreAgent, spec: CacheSpec, segment: Segment, num_blocks: int, bus: Bus,
                    worker: WorkerId, incarnation: Incarnation, clock: Clock,
-                   settings: TransferSettings | None = None, inline_bytes: int = INLINE_BYTES) -> AsyncIterator[Door]:
+                   settings: TransferSettings | None = None, inline_bytes: int = INLINE_BYTES,
+                   all_tenants: bool = False) -> AsyncIterator[Door]:
         """Lets clients in while the context is open; ``segment`` holds block i at ``i * spec.block_bytes``.
 
         It listens where the transfer ``settings`` say (host, advertise, socket_dir, paths shm and tcp). Puts of up to
         ``inline_bytes`` are copied by the event loop: a worker whose loop has nothing else to do takes more of them.
+        Clients see the values of the tenant that they act for, or with ``all_tenants`` those of everybody.
         Leaving ends every visit and returns when their threads have. Raises :class:`SettingError`.
         """
         settings = settings or TransferSettings()
         door = cls(Keep(
             agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, worker=worker, incarnation=incarnation,
             host=HostId(settings.host_id) if settings.host_id else host_id(), clock=clock, settings=settings,
-            inline_bytes=inline_bytes))
+            inline_bytes=inline_bytes, all_tenants=all_tenants))
         watch: asyncio.Task[None] | None = None
         try:
             door._entry.listen()
-            serving = await bus.serve(DOOR.at(worker=worker), door._entry.on_open)
+            serving = await bus.serve(DOOR.any(worker=worker), door._entry.on_open)
             try:
                 watch = asyncio.create_task(door._watch(), name="store-door-watch")
                 yield door
@@ -105,15 +111,20 @@ class Door:
 
     def _meet(self, sock: socket.socket) -> None:
         """Somebody connected."""
-        if len(self._visits) >= MAX_VISITS:
+        peer, now_s = peer_of(sock), host_clock_s()
+        admission = admit(peer, [visit for visit in self._visits if not visit.is_leaving], now_s=now_s)
+        if admission.leaves is not None:
+            tally("enter", "displaced")
+            self._cut(admission.leaves)
+        if not admission.is_admitted:
             tally("enter", "full")
             sock.close()
             return
         local = sock.family == socket.AF_UNIX
         if not local:
             keep_alive(sock)
-        visit = Visit(Line(sock, frames.decode_request), local, f"door-{next(self._numbers)}",
-                      host_clock_s() + HANDSHAKE_S)
+        visit = Visit(Line(sock, frames.decode_request), local, f"door-{next(self._numbers)}", peer, now_s,
+                      now_s + HANDSHAKE_S)
         self._visits.add(visit)
         self._loop.add_reader(sock.fileno(), self._hear, visit)
 
@@ -142,14 +153,30 @@ class Door:
 
     def _hear(self, visit: Visit) -> None:
         """Something can be read of a visit that has no thread."""
+        if self._try_read(visit):
+            self._work(visit)
+
+    def _hear_done(self, visit: Visit) -> None:
+        """The same while a question of it waits for loans to end: what it says of its own must not wait behind that."""
+        if not self._try_read(visit):
+            return
+        for i, body in enumerate(visit.inbox):
+            if isinstance(body, frames.Request) and not isinstance(body, frames.Enter) and body.done:
+                self._holds.end_loans(visit, body.done)
+                visit.inbox[i] = structs.replace(body, done=0)
+        if len(visit.inbox) > MAX_AHEAD:
+            self._throw_out(visit, frames.FrameError(f"{len(visit.inbox)} questions wait; at most {MAX_AHEAD} may"))
+
+    def _try_read(self, visit: Visit) -> bool:
+        """Reads what is there; false when that was the end."""
+        visit.heard_s = host_clock_s()
         try:
             visit.inbox.extend(visit.line.receive_now())
         except (Closed, OSError):
             self._end(visit)
         except frames.FrameError as error:
             self._throw_out(visit, error)
-        else:
-            self._work(visit)
+        return not visit.ended
 
     def _work(self, visit: Visit) -> None:
         """Answers in order what was read, as far as that takes no time."""
@@ -173,6 +200,8 @@ class Door:
                     self._answer(visit, reply)
                 else:
                     self._loop.remove_reader(visit.line.fileno())
+                    if isinstance(body, frames.Get):
+                        self._loop.add_reader(visit.line.fileno(), self._hear_done, visit)
                     self._own(self._work_slowly(visit, body))
                     return
         except frames.FrameError as error:
@@ -183,11 +212,15 @@ class Door:
 
     async def _work_slowly(self, visit: Visit, body: object) -> None:
         """Answers what has to wait, and goes on with what was asked meanwhile."""
+        visit.is_served = True
         try:
             reply = await self._serve_slowly(visit, body)
         except frames.FrameError as error:
-            self._throw_out(visit, error)
+            if not visit.ended:
+                self._throw_out(visit, error)
             return
+        finally:
+            visit.is_served = False
         if reply is not None:
             self._answer(visit, reply)
         if not visit.ended:
@@ -195,10 +228,10 @@ class Door:
             self._work(visit)
 
     def _try_serve(self, visit: Visit, body: object) -> frames.Reply | None:
-        """The answer, unless it has to wait for the disk or for room: see :meth:`_serve_slowly`."""
+        """The answer, unless it has to wait, for the disk, room or the end of loans: see :meth:`_serve_slowly`."""
         if isinstance(body, frames.Put):
             return None if body.wait_ms else self._intake.no_room(body)
-        if isinstance(body, frames.Get | frames.Pin) and self._holds.needs_disk(body):
+        if isinstance(body, frames.Get | frames.Pin) and self._holds.needs_disk(visit, body):
             return None
         return self._serve(visit, body)
 
@@ -211,25 +244,23 @@ class Door:
             self._intake.conclude(visit, self._intake.fill(visit, body, sorted(slots)))
             return None
         assert isinstance(body, frames.Get | frames.Pin)
-        reading = await self._holds.fetch_from_disk(visit, body)
-        try:
-            if visit.ended:
-                raise frames.FrameError("it left meanwhile")
-            return self._serve(visit, body)
-        finally:
-            self._keep.agent.release(reading)
+        async with self._from_disk(visit, body):
+            reply = self._serve(visit, body)
+            if reply is None and isinstance(body, frames.Get):
+                reply = await self._holds.wait_to_lend(visit, body)
+            return reply
 
-    def _serve(self, visit: Visit, body: object) -> frames.Reply:
-        """Does what takes no time."""
+    def _serve(self, visit: Visit, body: object) -> frames.Reply | None:
+        """Does what takes no time; ``None`` when it would."""
         if isinstance(body, frames.Get | frames.Look | frames.Drop | frames.Pin | frames.Unpin):
             self._holds.end_loans(visit, body.done)
         match body:
             case frames.Get():
                 return self._holds.lend(visit, body)
             case frames.Look():
-                return self._holds.look(body)
+                return self._holds.look(visit, body)
             case frames.Drop():
-                return self._holds.drop(body)
+                return self._holds.drop(visit, body)
             case frames.Pin():
                 return self._holds.pin(visit, body)
             case frames.Unpin():
@@ -243,13 +274,20 @@ class Door:
             self._answer(visit, reply)
 
     async def _lend_to_thread(self, visit: Visit, ask: frames.Get) -> frames.Reply:
-        if not self._holds.needs_disk(ask):
-            return self._holds.lend_to_thread(visit, ask)
+        async with self._from_disk(visit, ask):
+            return await self._holds.lend_to_thread(visit, ask)
+
+    @asynccontextmanager
+    async def _from_disk(self, visit: Visit, ask: frames.Get | frames.Pin) -> AsyncIterator[None]:
+        """What of it was on the disk alone is in memory within the context, as far as it could be read in time."""
+        if not self._holds.needs_disk(visit, ask):
+            yield
+            return
         reading = await self._holds.fetch_from_disk(visit, ask)
         try:
             if visit.ended:
                 raise frames.FrameError("it left meanwhile")
-            return self._holds.lend_to_thread(visit, ask)
+            yield
         finally:
             self._keep.agent.release(reading)
 
@@ -287,6 +325,7 @@ class Door:
         if visit.thread is None:
             self._end(visit)
         else:
+            visit.is_leaving = True
             visit.line.shutdown()
 
     def _end(self, visit: Visit) -> None:

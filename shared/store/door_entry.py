@@ -7,12 +7,14 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
+import struct
 from collections.abc import Callable
 from hmac import compare_digest
 from pathlib import Path
 
+from shared import sockets
 from shared.bus.bus import Delivery
+from shared.bus.subjects import tenant_token
 from shared.errors import SettingError
 from shared.ids import fresh
 from shared.messages import DoorOpened, DoorRefused, OpenDoor
@@ -30,6 +32,8 @@ TOKEN_S = 60.0
 RETRY_S = 0.1
 """Pause after connections could not be accepted."""
 _QUEUED = 128
+_CREDENTIALS = struct.Struct("3i")
+"""Of a process: pid, uid, gid."""
 
 
 class Entry:
@@ -55,9 +59,9 @@ class Entry:
             self._tcp = join_address(advertised_host(settings.host, settings.advertise), port)
             self._accept_on(sock)
         if "shm" in settings.paths and segment.mappable:
-            directory = settings.socket_dir
+            directory = settings.socket_dir  # which the transfer engine, opened first, has swept
             if not directory:
-                directory = self._directory = tempfile.mkdtemp(prefix="moonbus-")
+                directory = self._directory = sockets.private_directory()
             path = os.path.abspath(os.path.join(directory, f"{fresh('d', 6)}.sock"))
             if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
                 raise SettingError("transfer_socket_dir", directory, f"a path so short that {path} has at most "
@@ -75,6 +79,10 @@ class Entry:
         """Somebody asks over the bus how to come in."""
         ask: OpenDoor = delivery.message
         keep = self._keep
+        if delivery.params["tenant"] != tenant_token(ask.tenant):  # the bus's permissions are for the subject
+            tally("open", "tenant")
+            return DoorRefused(code="tenant", message=f"asked for tenant {ask.tenant!r} by the subject of another: "
+                                                      f"{delivery.subject}")
         if ask.spec != keep.spec.digest:
             tally("open", "spec")
             return DoorRefused(code="spec", message=f"worker {keep.worker} keeps values of another cache spec: "
@@ -143,3 +151,14 @@ class Entry:
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+
+def peer_of(sock: socket.socket) -> str:
+    """Who is at the other end: an address, or a process of this host."""
+    if sock.family == socket.AF_UNIX:
+        pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return f"process {pid}"
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # it is gone already
+        return ""

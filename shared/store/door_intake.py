@@ -246,7 +246,8 @@ class Intake:
             if pool.block(key) is not None:
                 marks.append(_NO)
                 visit.unused.append(slot)
-            elif block.depth > 0 and ((above := pool.block(parent)) is None or above.depth != block.depth - 1):
+            elif block.depth > 0 and ((above := pool.block(parent)) is None or above.depth != block.depth - 1
+                                      or not (self._keep.all_tenants or above.tenant == enter.tenant)):
                 marks.append(_ORPHAN)
                 visit.unused.append(slot)
             else:

@@ -7,8 +7,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from shared.clock import Clock
-from shared.ids import HostId, Incarnation, OperationId, WorkerId
+from shared.ids import BlockKey, HostId, Incarnation, OperationId, WorkerId
 from shared.kv import CacheSpec
+from shared.messages import StoredBlock
 from shared.store import door_frames as frames
 from shared.store.agent import StoreAgent
 from shared.telemetry import metrics
@@ -33,6 +34,8 @@ class Keep:
     settings: TransferSettings
     inline_bytes: int
     """Puts of up to so many bytes are copied by the event loop."""
+    all_tenants: bool
+    """Clients see every tenant's values, not only those of their own."""
     _numbers: count[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -44,6 +47,13 @@ class Keep:
         """uint8[block_bytes] of our memory."""
         nbytes = self.agent.block_bytes
         return self.segment.array[slot * nbytes:(slot + 1) * nbytes]
+
+    def seen(self, key: BlockKey, tenant: str) -> StoredBlock | None:
+        """The block in memory, or else on the SSD, if it is there for a client that acts for ``tenant``."""
+        block, ssd = self.agent.pool.block(key), self.agent.ssd
+        if block is None and ssd is not None and ssd.holds(key):
+            block = ssd.pool.block(key)
+        return block if block is None or self.all_tenants or block.tenant == tenant else None
 
     def new_operation(self, visit: Visit) -> OperationId:
         """A name for something that a visit holds."""

@@ -74,7 +74,9 @@ class Mover:
         try:
             while True:
                 line.set_idle()
+                visit.is_served = False
                 body = line.receive()
+                visit.is_served, visit.heard_s = True, host_clock_s()
                 if isinstance(body, frames.Put):
                     self._take(visit, body)
                 elif isinstance(body, frames.Get) and not visit.local:

@@ -21,6 +21,8 @@ class Hold:
     count: int
     """Blocks that it keeps from being evicted, those that its own continue included."""
     until_s: float
+    borrower: tuple[str, str] | None = None
+    """Client and incarnation whose loan it is; ``None`` for a pin."""
     is_over: bool = False
 
 
@@ -35,6 +37,10 @@ class Visit:
     local: bool
     """Over a unix socket: it sees our memory, and we see its."""
     id: str
+    peer: str
+    """Who is at its other end: an address, or a process of this host."""
+    heard_s: float
+    """When it came, or was last heard."""
     deadline_s: float | None
     """By when it must have entered; ``None`` once it has."""
     enter: frames.Enter | None = None
@@ -52,7 +58,11 @@ class Visit:
     """Slots of puts that were answered, or will be in this turn of the loop."""
     unused: list[int] = field(default_factory=list)
     """Those of them whose values were not stored."""
+    is_served: bool = False
+    """Something takes time: a question that waits, or what its thread does."""
     proofs: bool = False
+    is_leaving: bool = False
+    """Its line was cut, and its thread will notice."""
     ended: bool = False
     inbox: deque[object] = field(default_factory=deque)
     """Questions that were read and are not answered yet; without a thread."""
@@ -69,3 +79,13 @@ class Visit:
         """For whom it acts. Of a visit that has entered."""
         assert self.enter is not None
         return self.enter.tenant
+
+    @property
+    def has_entered(self) -> bool:
+        """Has it shown a token?"""
+        return self.enter is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Is something of it being served, or held for it?"""
+        return self.is_served or bool(self.inbox or self.pins) or any(not loan.is_over for loan in self.loans)

@@ -124,7 +124,7 @@ KV_STORED_BLOCKS = Counter("moonbus_kv_stored_blocks_total", "Blocks that became
 KV_EVICTED_BLOCKS = Counter("moonbus_kv_evicted_blocks_total", "Blocks evicted, by reason.", ["reason"])
 STORE_DOOR_REQUESTS = Counter(
     "moonbus_store_door_requests_total", "What clients of the store asked at the door, by kind and outcome (ok, or why not).", ["kind", "outcome"])
-STORE_DOOR_VALUES = Counter("moonbus_store_door_values_total", "Values that clients of the store put and asked for, by what became of it (put, hit, miss).", ["kind"])
+STORE_DOOR_VALUES = Counter("moonbus_store_door_values_total", "Values that clients of the store put and asked for, by what became of it (put, hit, miss; foreign: another tenant has it, which is a miss).", ["kind"])
 KV_LARGEST_HOLE = Gauge("moonbus_kv_largest_hole_blocks", "Longest run of neighbouring free slots of the pool.")
 KV_PROMOTED_BLOCKS = Counter("moonbus_kv_promoted_blocks_total", "Blocks read back from the SSD into DRAM.")
 KV_SYNCS = Counter("moonbus_kv_syncs_total", "Resyncs served, by kind (events, snapshot).", ["kind"])
@@ -168,7 +168,7 @@ STORE_LEASE_SECONDS = Gauge(
 STORE_MAP_BLOCKS = Gauge("moonbus_store_map_blocks", "Blocks in the replica map.")
 STORE_MAP_COPIES = Gauge("moonbus_store_map_held_blocks", "Blocks in the replica map, once for each worker that holds them.")
 STORE_MAP_BYTES = Gauge("moonbus_store_map_bytes", "Memory the replica map takes, about.")
-STORE_UNSEEN_BLOCKS = Counter("moonbus_store_unseen_blocks_total", "Blocks that the full replica map did not take.")
+STORE_UNSEEN_BLOCKS = Counter("moonbus_store_unseen_blocks_total", "Blocks that the full replica map did not take, or gave up for others.")
 STORE_HOT_BLOCKS = Gauge("moonbus_store_hot_blocks", "Blocks used often lately.")
 STORE_COPY_REQUESTS = Gauge("moonbus_store_copy_requests", "Requests to copy that wait for their answer.")
 STORE_COPIED_BYTES = Counter("moonbus_store_copied_bytes_total", "Bytes copied between workers at the leader's request.")

@@ -132,7 +132,8 @@ async def open_agent(settings: StoreSettings, *, worker: WorkerId, incarnation: 
         await stack.enter_async_context(agent.open())
         await stack.enter_async_context(Door.open(
             agent=agent, spec=spec, segment=segment, num_blocks=num_blocks, bus=bus, worker=worker,
-            incarnation=incarnation, clock=clock, settings=settings.transfer, inline_bytes=inline_bytes))
+            incarnation=incarnation, clock=clock, settings=settings.transfer, inline_bytes=inline_bytes,
+            all_tenants=settings.door_tenants == "all"))
         yield agent
 
 

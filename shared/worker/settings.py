@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -18,6 +18,7 @@ class StoreSettings(CommonSettings, frozen=True, kw_only=True):
     worker_id: Annotated[str, Meta(description="Name of the worker; empty for a fresh one. Must be unique in the cluster, and set where ssd_dir is.")] = ""
     pool_bytes: Annotated[int, Meta(description="Memory for KV blocks: running requests and cache together.", gt=0, extra=BYTES)] = 1 << 30
     cache_policy: Annotated[str, Meta(description="Which cached blocks go first when memory is needed; `moonbus load cache-sim` compares the policies.")] = DEFAULT
+    door_tenants: Annotated[Literal["own", "all"], Meta(description="Whose values a client of the store finds, pins and removes: own (those of the tenant that it acts for) or all.")] = "own"
     ssd: SsdSettings = SsdSettings()
     """The settings of the SSD tier, ``ssd_…``."""
     transfer: TransferSettings = TransferSettings()

@@ -25,8 +25,8 @@ from tests.support.eventually import Eventually
 
 
 async def ask_for_door(holder: Holder) -> DoorOpened:
-    ask = OpenDoor(client="c", incarnation=Incarnation("1"), host=host_id(), spec=SPEC.digest, tenant="t")
-    opened = await holder.bus.request(DOOR.at(worker=holder.id), ask, timeout_s=5)
+    ask = OpenDoor(client="c", incarnation=Incarnation("1"), host=host_id(), spec=SPEC.digest, tenant="")
+    opened = await holder.bus.request(DOOR.at(worker=holder.id, tenant="x-"), ask, timeout_s=5)
     assert isinstance(opened, DoorOpened)
     return opened
 
@@ -36,7 +36,7 @@ def enter(opened: DoorOpened) -> Line:
     sock = socket.create_connection(split_address(opened.tcp), timeout=5)
     line = Line(sock, frames.decode_reply)
     try:
-        line.send(frames.Enter(frames.VERSION, "c", "1", SPEC.digest, "t", opened.expires_at_s, opened.token, 1,
+        line.send(frames.Enter(frames.VERSION, "c", "1", SPEC.digest, "", opened.expires_at_s, opened.token, 1,
                                host_id(), host_clock_s()))
         assert isinstance(line.receive(), frames.Entered)
     except BaseException:
