@@ -21,6 +21,7 @@ from shared.messages import Hello, Role, WorkersQuery, WorkersReply
 from shared.settings import CommonSettings, load
 from shared.transfer import TransferSettings, cuda, shm, verbs
 from shared.transfer.addresses import advertised_host
+from shared.transfer.device import Way, plan_access
 from shared.transfer.fabric import Fabric
 from shared.transfer.native import WHY_NOT, find_native
 from shared.transfer.plan import RULES, choose_paths
@@ -55,13 +56,13 @@ def examine(worker: WorkerSettings) -> Iterator[Finding]:
     settings = worker.transfer
     asked = settings.paths if settings.paths != TransferSettings().paths else ()
     checks: dict[str, Callable[[], Finding]] = {
-        "copy": _copy, "nvlink": partial(_nvlink, worker.device, "nvlink" in asked), "shm": _shm,
+        "copy": _copy, "nvlink": partial(_nvlink, "nvlink" in asked), "shm": _shm,
         "rdma": partial(_rdma, settings, "rdma" in asked), "tcp": partial(_tcp, settings)}
     served = False
     for path in settings.paths:
         if path in checks:
             finding = checks[path]()
-            served |= finding.verdict == "ok" and path != "copy"
+            served |= finding.verdict == "ok" and path not in ("copy", "nvlink")
             yield finding
         else:
             yield Finding("fail", path, "no path has this name", "correct MOONBUS_TRANSFER_PATHS")
@@ -112,7 +113,7 @@ def _copy() -> Finding:
     return Finding("ok", "copy", "between engines of one process")
 
 
-def _nvlink(device: str, asked: bool) -> Finding:
+def _nvlink(asked: bool) -> Finding:
     found = cuda.probe()
     if not found.devices:
         if asked:
@@ -124,10 +125,8 @@ def _nvlink(device: str, asked: bool) -> Finding:
              if one.index < other.index and other.uuid in one.reaches and one.uuid in other.reaches]
     access = f"; direct access between {', '.join(pairs) or 'none of them'}" if several else ""
     there = f"{', '.join(f'{one.index} {one.name}' for one in found.devices)}{access}"
-    if not device.startswith("cuda"):
-        return Finding("warn" if asked else "absent", "nvlink", f"{there}; not used with MOONBUS_DEVICE={device}",
-                       "set MOONBUS_DEVICE=cuda to compute on a GPU")
-    return Finding("ok", "nvlink", there)
+    return Finding("warn" if asked else "absent", "nvlink", f"{there}; for programs that register CUDA tensors: what "
+                   "workers send each other lies in the host's memory, also when they compute on a GPU")
 
 
 def _shm() -> Finding:
@@ -197,9 +196,19 @@ def _rdma(settings: TransferSettings, asked: bool, sysfs: Path = verbs.SYSFS) ->
     except verbs.VerbsError as error:
         return Finding(trouble, "rdma", f"{found}; {error.strerror}",
                        "this user must be able to read and write /dev/infiniband; see MOONBUS_TRANSFER_RDMA_DEVICES")
-    nics = "; ".join(map(str, fabric.nics))
+    nics = "; ".join([*map(str, fabric.nics), *_gpu_memory(fabric.no_dma_buf)])
     fabric.close()
     return Finding("ok", "rdma", f"{found}; {nics}")
+
+
+def _gpu_memory(no_dma_buf: str) -> Iterator[str]:
+    """How the cards would get at each GPU's memory; their drivers have the last word when it is registered."""
+    for device in cuda.probe().devices:
+        access = plan_access(cuda.card_facts(device.index), no_dma_buf=no_dma_buf)
+        way = access.ways[0]
+        reason = access.reason(way)
+        yield f"memory of GPU {device.index} {f'by {way}' if way is not Way.STAGED else way}" + (
+            f" ({reason})" if reason else "")
 
 
 def _port_state(device: Path) -> str:

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from services.launcher.ports import free_port
 from services.launcher.resources import measure
 from services.launcher.settings import Settings
 from services.launcher.supervise import StackFailed, Supervisor, UnitView, stop_signals
+from shared import sockets
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import WORKERS
 from shared.errors import BusError, ModelError, UserError
@@ -138,9 +138,9 @@ async def _run(settings: Settings, model: ModelDir, body: Callable[[Stack], Awai
                 watcher.news(f"{settings.data_path()} cannot be written: {error.strerror or error}; free some space")
             unwritten = str(error)
 
-    sockets = tempfile.TemporaryDirectory(prefix="moonbus-", ignore_cleanup_errors=True)
+    socket_dir = sockets.SharedDirectory()
     supervisor = Supervisor(
-        plan_stack(settings, measure(), python=sys.executable, socket_dir=sockets.name),
+        plan_stack(settings, measure(), python=sys.executable, socket_dir=socket_dir.path),
         log_dir=settings.log_path,
         servers={
             "nats": lambda: embedded.nats_server(settings.data_path() / "nats"),
@@ -164,7 +164,7 @@ async def _run(settings: Settings, model: ModelDir, body: Callable[[Stack], Awai
         changed()
         return await body(stack)
 
-    with sockets:
+    with socket_dir:
         return await _work(supervisor, work)
 
 

@@ -9,11 +9,15 @@ Who owns which slot is the store agent's business; the pool only holds bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shared.kv import CacheSpec
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,12 +42,19 @@ class KVPool:
                 raise ValueError(f"the pool needs {self.nbytes} writable bytes, got {flat.nbytes}"
                                  f"{' read-only' if flat.readonly else ''}")
             self.host = torch.frombuffer(flat, dtype=dtype, count=self.nbytes // dtype.itemsize).view(shape)
+        self._pinned = memory is not None and self.device.type == "cuda" and _pin(self.host)
         self.blocks = self.host if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=self.device)
         """[slots, layers, 2 (keys, values), kv_heads, block_tokens, head_dim], on ``device``."""
         self.pages = self.blocks.view(-1, spec.block_tokens, spec.head_dim)
         """The same memory, a page a (slot, layer, keys or values, head): [pages, block_tokens, head_dim]."""
         self.vectors = self.blocks.view(-1, spec.head_dim)
         """The same memory, a vector a (page, token): [pages * block_tokens, head_dim]."""
+
+    def close(self) -> None:
+        """Before the memory goes away. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            _cudart().cudaHostUnregister(self.host.data_ptr())
 
     @property
     def layer_pages(self) -> int:
@@ -69,3 +80,15 @@ class KVPool:
             else:
                 target[block, layer].copy_(source[block, layer], non_blocking=True)
         torch.cuda.synchronize(self.device)
+
+
+def _pin(host: torch.Tensor) -> bool:
+    """Keeps the caller's memory in place, so that the device copies from and to it by itself; false if it may not."""
+    code = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    if code:
+        _log.warning("action=pool_not_pinned bytes=%d cuda_error=%d", host.nbytes, code)
+    return not code
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -101,7 +101,9 @@ class EngineThread:
 
     def _unload(self) -> None:
         self.__dict__.pop("_engine", None)
-        self.__dict__.pop("_pool", None)
+        pool = self.__dict__.pop("_pool", None)
+        if pool is not None:
+            pool.close()
 
     def _step(self, works: Sequence[Work], stale: Sequence[int],
               on_layer: Callable[[int], None] | None) -> list[int | None]:

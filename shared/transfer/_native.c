@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include <Python.h>
 #include <errno.h>
+#include <limits.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -60,12 +61,17 @@ typedef struct {
     int crowded;     /* so many waits go to sleep at once, since others want the processor */
 } Stream;
 
+/* What poll takes for so many microseconds: at least 1 ms for what is left, and at most what fits, 24 days. */
+static int patience_ms(double left_us)
+{
+    return left_us <= 0 ? 0 : left_us < 1e3 * (INT_MAX - 1) ? (int)(left_us / 1e3) + 1 : INT_MAX;
+}
+
 /* What recvmsg does, but until ``deadline_us`` at most. */
 static Py_ssize_t receive_by(int fd, struct msghdr *message, int flags, double deadline_us)
 {
-    double left_us = deadline_us - now_us();
     struct pollfd wanted = {.fd = fd, .events = POLLIN};
-    int ready = poll(&wanted, 1, left_us > 0 ? (int)(left_us / 1e3) + 1 : 0);
+    int ready = poll(&wanted, 1, patience_ms(deadline_us - now_us()));
     if (ready == 0)
         errno = EAGAIN;
     return ready > 0 ? recvmsg(fd, message, flags | MSG_DONTWAIT) : -1;
@@ -487,6 +493,7 @@ typedef struct {
     _Atomic uint64_t offer;   /* number of the copy << 32 | shares that nobody has begun */
     _Atomic uint32_t done;    /* shares of this copy */
     atomic_int closed, sleeping;
+    pid_t owner;              /* a fork of it has no such thread, and the lock may be held there for ever */
     pthread_mutex_t lock;
     pthread_cond_t woken;
     int begun;                /* has begin() left something for finish() to do? */
@@ -569,6 +576,10 @@ PyDoc_STRVAR(close_doc, "close()\n--\n\nMakes run() return; copies go on without
 static PyObject *helper_close(Helper *self, PyObject *nothing)
 {
     (void)nothing;
+    if (getpid() != self->owner) {
+        atomic_store(&self->closed, 1);
+        Py_RETURN_NONE;
+    }
     pthread_mutex_lock(&self->lock);
     atomic_store(&self->closed, 1);
     pthread_cond_signal(&self->woken);
@@ -597,7 +608,7 @@ static PyObject *helper_copy(Helper *self, PyObject *args)
         if (nbytes < LARGE_BYTES) {
             for (size_t i = 0; i < copy.count; i++)
                 memcpy(copy.to + i * copy.stride, copy.from + i * copy.stride, copy.length);
-        } else if (atomic_load(&self->closed) || atomic_flag_test_and_set(&self->taken)) {
+        } else if (atomic_load(&self->closed) || getpid() != self->owner || atomic_flag_test_and_set(&self->taken)) {
             copy_share(&copy, 0, nbytes);
         } else {
             offer_shares(self, &copy, shares_of(nbytes));
@@ -712,6 +723,7 @@ static int helper_init(Helper *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"spin_us", NULL};
     atomic_flag_clear(&self->taken);
+    self->owner = getpid();
     pthread_mutex_init(&self->lock, NULL);
     pthread_cond_init(&self->woken, NULL);
     return PyArg_ParseTupleAndKeywords(args, kwargs, "d", names, &self->spin_us) ? 0 : -1;

@@ -16,7 +16,6 @@ from shared.transfer.lane import INLINE_BYTES, LATE, Pending, Sender, Transfer, 
 from shared.transfer.ledger import Refused, checksum
 from shared.transfer.plan import needs_checksums
 from shared.transfer.receiver import Receiver
-from shared.transfer.segment import DeviceSegment
 from shared.transfer.types import ChecksumMismatch, GrantRefused, Notification, Outcome, PeerGone, Trouble
 
 _log = logging.getLogger(__name__)
@@ -134,8 +133,8 @@ class CopyLane:
             for i, piece in enumerate(pieces):
                 source, span = sender.segments[piece.segment], piece.remote
                 target = ledger.segment_of(span)
-                if isinstance(source, DeviceSegment) and i not in transfer.corrupt:
-                    target.fetch(span.offset, source.memory.part(piece.offset, span.length))()
+                if source.gpu is not None and i not in transfer.corrupt:
+                    target.fetch(span.offset, source.gpu.part(piece.offset, span.length))()
                     continue
                 data = source.read(piece.offset, span.length)
                 if i in transfer.corrupt:

@@ -3,9 +3,10 @@
 The one module of the transfer engine that knows torch, and it imports torch only inside of what needs it, so a process
 without torch or without a GPU can import it and ask :func:`probe`.
 
-Device memory takes two ways. Paths that move host memory (``shm``, ``tcp``, ``rdma``) stage it: pinned buffers on
+Paths that move host memory (``shm``, ``tcp``, and ``rdma`` where the cards cannot reach it) stage it: pinned buffers on
 a side stream, so that the engine's own stream goes on computing. The path ``nvlink`` hands a handle to the
-other process (CUDA IPC), which copies from device to device. Either way bytes that are sent must be complete, or
+other process (CUDA IPC), which copies from device to device; RDMA's cards reach it by dma-buf or peer memory where
+driver and cards let them (see ``device``). Either way bytes that are sent must be complete, or
 queued on the device's default stream, when the push begins; side streams wait for that one.
 
 Staging does not depend on the device: the tests run it with CPU tensors.
@@ -13,6 +14,9 @@ Staging does not depend on the device: the tests run it with CPU tensors.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import re
 import threading
 from collections.abc import Callable
@@ -26,6 +30,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from shared.errors import Bug
+from shared.transfer.device import CardFacts, DeviceMemory, DmaBuf
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +41,10 @@ STAGE_BYTES = 4 << 20
 MAX_HANDLE_BYTES = 64 << 10
 """Memory that grows in place (expandable segments) has a handle of some bytes for every 20 MB."""
 
+PAGE_BYTES = mmap.PAGESIZE
+_DMA_BUF_SUPPORTED, _RANGE_AS_DMA_BUF, _SYNC_MEMOPS = 124, 1, 6
+"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS"""
+_PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg")
 _COUNTERS = 10_000
 """Length of the file of reference counts that torch keeps beside shared CUDA memory."""
@@ -124,8 +133,8 @@ class SideStream:
         return arrived
 
 
-class DeviceMemory:
-    """A registered tensor: ``nbytes`` bytes on ``device``, alive as long as this is. Thread-safe."""
+class CudaMemory(DeviceMemory):
+    """A registered tensor on ``device``."""
 
     def __init__(self, tensor: torch.Tensor, *, stage_bytes: int = STAGE_BYTES) -> None:
         import torch
@@ -142,9 +151,12 @@ class DeviceMemory:
         self._views: list[npt.NDArray[np.uint8]] = [stage.numpy() for stage in self._stages]
         self._lock = threading.Lock()
 
-    def to_host(self, offset: int, length: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copies ``[offset, offset + length)`` into ``out``, uint8[length]; returns when it is there."""
-        self._check(offset, length, out)
+    def to_host(self, offset: int, out: npt.NDArray[np.uint8]) -> None:
+        length = len(out)
+        self._check(offset, length)
+        if (pinned := _pinned(out)) is not None:
+            self._stream.copy(pinned, self.bytes[offset:offset + length])()
+            return
         with self._lock:
             before: Callable[[], None] = _nothing
             for i, start, stop in self._parts(length):
@@ -154,8 +166,10 @@ class DeviceMemory:
             before()
 
     def from_host(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copies ``data``, uint8[n], to ``[offset, offset + n)``; returns when it is there."""
-        self._check(offset, len(data), data)
+        self._check(offset, len(data))
+        if (pinned := _pinned(data)) is not None:
+            self._stream.copy(self.bytes[offset:offset + len(data)], pinned)()
+            return
         with self._lock:
             pending: list[Callable[[], None]] = [_nothing, _nothing]
             for i, start, stop in self._parts(len(data)):
@@ -168,8 +182,7 @@ class DeviceMemory:
 
     def copy_from(self, offset: int, source: torch.Tensor) -> Callable[[], None]:
         """Begins to copy ``source``, uint8[n] on any device, to ``[offset, offset + n)``; call the result to wait."""
-        if not 0 <= offset <= offset + len(source) <= self.nbytes:
-            raise Bug(f"bytes {offset}..{offset + len(source)} of {self.nbytes} on {self.device}")
+        self._check(offset, len(source))
         return self._stream.copy(self.bytes[offset:offset + len(source)], source)
 
     def part(self, offset: int, length: int) -> torch.Tensor:
@@ -178,9 +191,33 @@ class DeviceMemory:
         return self.bytes[offset:offset + length]
 
     def settle(self) -> None:
-        """Returns when everything is done that the default stream was given, so that another process may read."""
         if self.device.type == "cuda":
             _cuda().default_stream(self.device).synchronize()
+
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        import torch
+
+        staging: npt.NDArray[np.uint8] = torch.empty(
+            nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").numpy()
+        return staging
+
+    def card_facts(self) -> CardFacts:
+        return card_facts(self.device.index or 0)
+
+    def dma_buf(self) -> DmaBuf:
+        address = int(self.bytes.data_ptr())
+        start = address // PAGE_BYTES * PAGE_BYTES
+        stop = -(-(address + self.nbytes) // PAGE_BYTES) * PAGE_BYTES
+        with _cuda().device(self.device):
+            driver = Driver()
+            driver.order_copies(address)
+            return DmaBuf(driver.dma_buf(start, stop - start), address - start)
+
+    def peer_address(self) -> int:
+        address = int(self.bytes.data_ptr())
+        with _cuda().device(self.device):
+            Driver().order_copies(address)
+        return address
 
     def handle(self) -> DeviceHandle:
         """Leave for one other process to read all of it. CUDA memory only; raises ``RuntimeError`` elsewhere."""
@@ -195,9 +232,9 @@ class DeviceMemory:
         size = len(self._stages[0])
         return [(i % 2, start, min(start + size, length)) for i, start in enumerate(range(0, length, size))]
 
-    def _check(self, offset: int, length: int, host: npt.NDArray[np.uint8]) -> None:
-        if not 0 <= offset <= offset + length <= self.nbytes or len(host) != length:
-            raise Bug(f"bytes {offset}..{offset + length} of {self.nbytes} on {self.device}, {len(host)} in the host")
+    def _check(self, offset: int, length: int) -> None:
+        if not 0 <= offset <= offset + length <= self.nbytes:
+            raise Bug(f"bytes {offset}..{offset + length} of {self.nbytes} on {self.device}")
 
 
 Size = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -250,6 +287,65 @@ def open_handle(handle: DeviceHandle) -> torch.Tensor:
             handle.counter_offset, handle.event, handle.event_wait)
         empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device.index))
         return empty.set_(storage, handle.start, (handle.length,), (1,))
+
+
+def _pinned(memory: npt.NDArray[np.uint8]) -> torch.Tensor | None:
+    """``memory`` as a tensor, if a device copies to and from it without help."""
+    import torch
+
+    if not _cuda().is_initialized() or not memory.flags.writeable:
+        return None
+    tensor = torch.from_numpy(memory)
+    return tensor if tensor.is_pinned() else None
+
+
+class Driver:
+    """The CUDA driver's own library, for what torch has no call for. Raises ``OSError``.
+
+    Untested on hardware; the tests put a library in its place. The calls are about the current context, which
+    torch's device guard sets.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def exports_dma_buf(self, index: int) -> bool:
+        """Can memory of that device be exported?"""
+        device, value = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_DMA_BUF_SUPPORTED), device)
+        return bool(value.value)
+
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        """A new descriptor of whole pages of device memory."""
+        descriptor = ctypes.c_int(-1)
+        self._call("cuMemGetHandleForAddressRange", ctypes.byref(descriptor), ctypes.c_uint64(address),
+                   ctypes.c_size_t(nbytes), ctypes.c_int(_RANGE_AS_DMA_BUF), ctypes.c_uint64(0))
+        return descriptor.value
+
+    def order_copies(self, address: int) -> None:
+        """Copies from and to that memory are over when they return: cards read and write it between them."""
+        self._call("cuPointerSetAttribute", ctypes.byref(ctypes.c_uint(1)), ctypes.c_int(_SYNC_MEMOPS),
+                   ctypes.c_uint64(address))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise OSError(errno.ENOSYS, f"this driver has no {name}")
+        code = function(*arguments)
+        if code:
+            raise OSError(errno.EIO, f"{name} fails with CUDA's error {code}")
+
+
+def card_facts(index: int, *, driver: Callable[[], Driver] = Driver, modules: Path = Path("/sys/module")) -> CardFacts:
+    """What lets network cards reach memory of that device. Raises nothing."""
+    try:
+        no_dma_buf = "" if driver().exports_dma_buf(index) else "this driver exports none"
+    except OSError as error:
+        no_dma_buf = error.strerror or str(error)
+    no_peer = "" if any((modules / name).exists() for name in _PEER_MODULES) else "nvidia_peermem is not loaded"
+    return CardFacts(no_dma_buf, no_peer)
 
 
 def copy_to_host(out: npt.NDArray[np.uint8], source: torch.Tensor) -> None:

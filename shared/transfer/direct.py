@@ -32,7 +32,7 @@ _TOO_LATE: Outcome = (LATE,)
 
 
 class _Line:
-    """One connection. ``lane`` knows how its path puts a transfer into a frame; its thread is never started."""
+    """One connection. ``lane`` knows how its path puts a transfer into a frame; it is never started."""
 
     def __init__(self, lane: StreamLane, sender: Sender, epoch: int) -> None:
         self.lane, self.epoch = lane, epoch

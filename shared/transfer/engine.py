@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from shared import sockets
 from shared.clock import Clock, SystemClock
 from shared.errors import Bug, SettingError, UserError
 from shared.ids import HostId, Incarnation, OperationId, WorkerId, fresh
@@ -126,9 +126,10 @@ class TransferEngine:
     def register(self, name: str, nbytes: int = 0, *, memory: Any = None) -> Segment:
         """Memory to push from, and into under a grant: ``nbytes`` new zeroed bytes, or ``memory`` that exists.
 
-        ``memory``: a numpy array, CPU or CUDA tensor, memoryview or bytearray (writable, contiguous; kept alive), or
-        the descriptor of a memfd (stays the caller's). It stays registered until :meth:`unregister`, or the engine
-        closes. With the first CUDA tensor the :attr:`endpoint` changes: peers on this host may reach its GPU then.
+        ``memory``: a numpy array, CPU or CUDA tensor, memoryview or bytearray (writable, contiguous; kept alive),
+        the descriptor of a memfd (stays the caller's), or a device's memory (:class:`DeviceMemory`). It stays
+        registered until :meth:`unregister`, or the engine closes. With the first CUDA tensor the :attr:`endpoint`
+        changes: peers on this host may reach its GPU then. A device's memory is registered with RDMA's cards here.
         """
         if name in self._segments or not 0 < len(name) <= MAX_NAME:
             raise Bug(f"segment name {name!r} is taken or unusable")
@@ -302,7 +303,7 @@ class TransferEngine:
         host = advertised_host(settings.host, settings.advertise)
         try:
             fabric = self._fabric = Fabric.open(
-                self._segments, devices=settings.rdma_devices, host=host,
+                devices=settings.rdma_devices, host=host,
                 gid_index=settings.rdma_gid_index if settings.rdma_gid_index >= 0 else None)
         except VerbsError as error:
             if settings.rdma_devices:
@@ -319,9 +320,13 @@ class TransferEngine:
         return join_address(host, port)
 
     def _serve_device(self, segment: DeviceSegment) -> None:
-        """Offers its GPU to peers of this host, and no RDMA: cards are given host memory only."""
-        own = msgspec.structs.replace(self._endpoint, rdma="")
-        index = segment.memory.device.index
+        """Offers its GPU to peers of this host, and finds out how RDMA's cards get at it."""
+        if self._fabric is not None:
+            self._fabric.expose(segment)
+        if segment.gpu is None:
+            return
+        own = self._endpoint
+        index = segment.gpu.device.index
         device = next((device for device in cuda.probe().devices if device.index == index), None)
         if nvlink.PATH in self.settings.paths and device is not None:
             if not own.nvlink:
@@ -345,7 +350,9 @@ class TransferEngine:
     def _new_socket_path(self) -> str:
         directory = self.settings.socket_dir or self._private_dir
         if not directory:
-            directory = self._private_dir = tempfile.mkdtemp(prefix="moonbus-")
+            directory = self._private_dir = sockets.private_directory()
+        elif not self._socket_paths:
+            sockets.sweep(Path(directory))
         path = os.path.abspath(os.path.join(directory, f"{fresh('t', 6)}.sock"))
         if len(os.fsencode(path)) > shm.MAX_SOCKET_PATH_BYTES:
             raise SettingError("transfer_socket_dir", directory, f"a path so short that {path} has at most "

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import os
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared.transfer import verbs
+from shared.transfer.device import Access, Way, plan_access
 from shared.transfer.rails import Gid, Load, Nic, Topology, choose_gid
-from shared.transfer.segment import Segment
+from shared.transfer.segment import DeviceSegment, Segment
 from shared.transfer.verbs import Device, Region, VerbsError
 
 _log = logging.getLogger(__name__)
@@ -47,16 +49,15 @@ class _Registered:
 class Fabric:
     """Made by :meth:`open`. :meth:`region` from any thread; loads belong to the engine's event loop."""
 
-    def __init__(self, segments: Mapping[str, Segment], nics: Sequence[OpenNic], topology: Topology) -> None:
+    def __init__(self, nics: Sequence[OpenNic], topology: Topology) -> None:
         self.nics = tuple(nics)
         self.topology = topology
-        self._segments = segments
         self._registered: dict[int, _Registered] = {}
         """{serial of a segment: where it is registered}"""
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, segments: Mapping[str, Segment], *, devices: Sequence[str] = (), gid_index: int | None = None,
+    def open(cls, *, devices: Sequence[str] = (), gid_index: int | None = None,
              host: str = "") -> Fabric:
         """Opens ``devices``, or all whose port is active.
 
@@ -86,45 +87,80 @@ class Fabric:
             raise VerbsError(errno.ENODEV, "; ".join(troubles))
         for trouble in troubles:
             _log.warning("action=rdma_device_left_out why=%r", trouble)
-        return cls(segments, nics, Topology(verbs.numa_distances()))
+        return cls(nics, Topology(verbs.numa_distances()))
 
-    def region(self, nic: int, segment: str) -> tuple[Segment, Region]:
-        """The segment and its registration on the device ``nic``, made now if need be (which pins its memory).
+    @property
+    def no_dma_buf(self) -> str:
+        """Why not all cards take a dma-buf, as far as is known; empty if they may."""
+        return next((nic.device.no_dma_buf for nic in self.nics if nic.device.no_dma_buf), "")
 
-        Raises :class:`VerbsError`.
+    def expose(self, segment: DeviceSegment) -> None:
+        """Finds the best way by which every card gets at a device's memory, and registers it there."""
+        access = plan_access(segment.memory.card_facts(), no_dma_buf=self.no_dma_buf)
+        why_not = dict(access.why_not)
+        for way in access.ways:
+            try:
+                regions = self._expose(segment, way)
+            except OSError as error:
+                why_not[way] = error.strerror or str(error)
+                continue
+            if regions:
+                self._registered[segment.serial] = _Registered(segment, segment.memory, -1, regions)
+            segment.way = way
+            break
+        reason = Access(access.ways, why_not).reason(segment.way)
+        _log.info("action=device_memory_exposed segment=%s way=%r why=%r", segment.name, str(segment.way), reason)
+
+    def _expose(self, segment: DeviceSegment, way: Way) -> dict[int, Region]:
+        """On every card or none; raises ``OSError``."""
+        regions: dict[int, Region] = {}
+        if way is Way.STAGED:
+            return regions
+        exported = segment.memory.dma_buf() if way is Way.DMA_BUF else None
+        try:
+            for i, nic in enumerate(self.nics):
+                if exported is not None:
+                    regions[i] = nic.device.register_dma_buf(exported, segment.nbytes)
+                else:
+                    regions[i] = nic.device.register(segment.memory.peer_address(), segment.nbytes)
+        except OSError:
+            for region in regions.values():
+                region.close()
+            raise
+        finally:
+            if exported is not None:
+                os.close(exported.fd)
+        return regions
+
+    def region(self, nic: int, segment: Segment) -> Region:
+        """Its registration on the device ``nic``, made now if need be (which pins its memory). None of memory that is
+        staged. Raises :class:`VerbsError`.
         """
-        item = self._segments.get(segment)
-        if item is None:
-            raise VerbsError(errno.ENOENT, f"there is no segment {segment} any more")
-        if item.staged:  # a peer that knew us before we had a GPU's memory; the cards are given host memory only
-            raise VerbsError(errno.EOPNOTSUPP, f"segment {segment} is memory of a GPU")
         with self._lock:
-            registered = self._registered.get(item.serial)
+            registered = self._registered.get(segment.serial)
             if registered is None:
-                registered = self._registered[item.serial] = _Registered(
-                    item, item.array, verbs.numa_node(item.array.ctypes.data), {})
+                registered = self._registered[segment.serial] = _Registered(
+                    segment, segment.array, verbs.numa_node(segment.array.ctypes.data), {})
             region = registered.regions.get(nic)
             if region is None:
                 try:
-                    region = self.nics[nic].device.register(item.array.ctypes.data, item.nbytes)
+                    region = self.nics[nic].device.register(segment.array.ctypes.data, segment.nbytes)
                 except VerbsError as error:
                     if error.errno == errno.ENOMEM:
                         raise VerbsError(errno.ENOMEM, f"{error.strerror}; a process may pin no more memory than "
                                                        f"`ulimit -l` allows") from error
                     raise
                 registered.regions[nic] = region
-        return item, region
+        return region
 
-    def knows(self, nic: int, segment: str) -> bool:
+    def knows(self, nic: int, segment: Segment) -> bool:
         """Will :meth:`region` answer at once?"""
-        item = self._segments.get(segment)
-        registered = self._registered.get(item.serial) if item is not None else None
+        registered = self._registered.get(segment.serial)
         return registered is not None and nic in registered.regions
 
-    def node(self, segment: str) -> int:
-        """NUMA node of a segment's memory; -1 while it is not registered anywhere."""
-        item = self._segments.get(segment)
-        registered = self._registered.get(item.serial) if item is not None else None
+    def node(self, segment: Segment) -> int:
+        """NUMA node of a segment's memory; -1 while it is not registered anywhere, or a device's."""
+        registered = self._registered.get(segment.serial)
         return registered.node if registered is not None else -1
 
     def forget(self, serial: int) -> None:

@@ -251,6 +251,10 @@ class Begin(Claim, frozen=True):
     again: Annotated[int, Meta(ge=-1, lt=2**53)]
 
 
+LANDING = ""
+"""In the place of a segment's name: memory of the receiver through which it fills what no card reaches."""
+
+
 class Keys(Body, frozen=True):
     """Opens ``segment`` to writes by ``rail``. The numbers are for the sender's card; no processor follows them."""
 
@@ -265,6 +269,8 @@ class Go(Body, frozen=True):
     """The claim stands: write."""
 
     id: TransferId
+    landing: Annotated[list[Offset], Meta(max_length=MAX_SPANS)] = []
+    """Where in the landing memory, which KEYS opened under the name :data:`LANDING`, each span goes instead."""
 
 
 class Abort(Body, frozen=True):

@@ -20,7 +20,6 @@ from shared.messages import Endpoint
 from shared.transfer import cuda, frames
 from shared.transfer.lane import Sender, StreamLane, Transfer
 from shared.transfer.receiver import Receiver, Session
-from shared.transfer.segment import DeviceSegment
 from shared.transfer.shm import MAX_SOURCES, check_clock, connect_unix
 from shared.transfer.wire import Connection
 
@@ -48,11 +47,11 @@ class NvlinkLane(StreamLane):
     def send(self, connection: Connection, transfer: Transfer) -> None:
         pieces, segments = transfer.batch.pieces, self._sender.segments
         for segment in {piece.segment: segments[piece.segment] for piece in pieces}.values():
-            assert isinstance(segment, DeviceSegment), "the rule of this path lets no other pass"
+            assert segment.gpu is not None, "the rule of this path lets no other pass"
             if segment.serial not in self._shared:
-                connection.send(frames.Share(segment.serial, msgspec.msgpack.encode(segment.memory.handle())))
+                connection.send(frames.Share(segment.serial, msgspec.msgpack.encode(segment.gpu.handle())))
                 self._shared.add(segment.serial)
-            segment.memory.settle()
+            segment.settle()
         grant, proofs = transfer.grant, self.proofs(transfer)
         for i in transfer.corrupt:  # other bytes than were meant, seen from the receiver
             proofs[i] ^= 1

@@ -8,12 +8,17 @@ A TCP connection carries what is agreed on, queue pairs (reliable, connected) th
     CONNECT, one a rail                →
                                        ←     CONNECTED, or why not
     BEGIN: a claim, and the rail       →     admits it in the ledger
-                                       ←     KEYS of segments that this rail has not had, then GO
+                                       ←     KEYS of segments that this rail has not had, then GO, once there
+                                             is room where bytes land that no card can put where they belong
     RDMA WRITEs, the last of which brings the claim's number to the receiver as an event
                                        ←     ACK, once it is verified and committed; GO again, if a writer into
                                              the same bytes failed meanwhile
     ABORT: nothing was written, nor will be
     DOWN: a rail failed                ↔     and its queue pair is destroyed; then its claims begin again elsewhere
+
+Memory of a device that the cards do not reach (see ``device``) is staged at either end: the sender fills slots of host
+memory and writes from there; the receiver has the bytes written into landing memory and copies them to where they
+belong before it commits.
 
 A rail joins one card here and one there (see ``rails``). Its queue pairs are made when a lane opens, and again after
 each cool-down of a rail that failed. A peer that does not answer is given up by the card after about half a second
@@ -34,23 +39,27 @@ import secrets
 import select
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from shared.messages import Endpoint
 from shared.transfer import frames
 from shared.transfer.addresses import split_address
+from shared.transfer.device import DeviceMemory, Way
 from shared.transfer.fabric import Fabric
 from shared.transfer.lane import INLINE_BYTES, LATE, Sender, StreamLane, Transfer, call_on
+from shared.transfer.ledger import Writer
+from shared.transfer.plan import BATCH_BYTES
 from shared.transfer.rails import Load, Rail, Rails, pair_nics
 from shared.transfer.receiver import Receiver, Session
+from shared.transfer.segment import DeviceSegment, Segment
+from shared.transfer.stage import Landing, Stage, Staged
 from shared.transfer.types import PeerGone, Trouble
-from shared.transfer.verbs import RECEIVE_DEPTH, SEND_DEPTH, QueuePair, Region, Remote, Status, Timing, VerbsError
+from shared.transfer.verbs import RECEIVE_DEPTH, SEND_DEPTH, QueuePair, Remote, Status, Timing, VerbsError
 from shared.transfer.wire import Connection, keep_alive
 
 _log = logging.getLogger(__name__)
@@ -64,6 +73,8 @@ WRITE_BYTES = 1 << 20
 """Most bytes of one work request, so that a rail that fails has little to send again."""
 SIGNAL_EVERY = SEND_DEPTH // 4
 """Every so many work requests one reports that it, and all before it, are done."""
+LANDING_BYTES = 2 * BATCH_BYTES
+"""Of host memory a connection, where its claims ask for it: while one lands, another one is copied out."""
 MAX_NUMBER = 2**32
 """Numbers of claims: they travel as immediate data, which has 32 bits."""
 
@@ -80,6 +91,8 @@ class _Flight:
     end: _End | None
     """``None`` for a claim without bytes, which needs no rail."""
     checksums: list[int]
+    sources: list[tuple[Segment, int]]
+    """Memory and offset for each piece."""
     targets: list[tuple[int, int]] = field(default_factory=list)
     """Address and key for each piece, once the receiver says GO."""
     writes: Iterator[_Write] | None = None
@@ -88,8 +101,6 @@ class _Flight:
     started_s: float = 0.0
     written: bool = False
     """The receiver's card has confirmed the last byte."""
-    copies: list[Region] = field(default_factory=list)
-    """For tests: registrations of corrupted copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +162,13 @@ class RdmaLane(StreamLane):
         self._unsaid = 0
         """Frames that wait for the thread to send them; no other frame may overtake them."""
         self._timers: set[asyncio.TimerHandle] = set()
+        self._stage = Stage(self._allocate_stage)
+        self._staging_of: DeviceMemory | None = None
+        """What the stage is to be quick with."""
+        self._unstaged: deque[Transfer] = deque()
+        """Those that wait for a slot."""
+        self._slots: dict[int, tuple[int, Staged]] = {}
+        """{id of a transfer: its slot, and what is in it}"""
 
     # -- opening, in the thread ---------------------------------------------------------------------------------
 
@@ -224,27 +242,38 @@ class RdmaLane(StreamLane):
     # -- claims, in the loop ------------------------------------------------------------------------------------
 
     def send_now(self, connection: Connection, transfer: Transfer) -> bool:
-        if self.checksums and transfer.batch.nbytes > INLINE_BYTES:
+        segments = [self._sender.segments[piece.segment] for piece in transfer.batch.pieces]
+        if transfer.corrupt or any(segment.way is Way.STAGED for segment in segments):
+            self._unstaged.append(transfer)
+            self._fill_slots()
+            return True
+        if any(segment.staged for segment in segments) or (self.checksums and transfer.batch.nbytes > INLINE_BYTES):
             return False
         self._begin(transfer, self.proofs(transfer))
         return True
 
     def send(self, connection: Connection, transfer: Transfer) -> None:
+        for name in {piece.segment for piece in transfer.batch.pieces}:
+            self._sender.segments[name].settle()
         call_on(self._loop, self._begin, transfer, self.proofs(transfer))
 
     def give_up(self, transfer: Transfer) -> None:
         transfer.ended = True
         flight = self._current.get(transfer.id)
         self._pending.end(transfer, [LATE] * transfer.count)
-        if flight is None:
-            return
-        if flight.begun and not flight.written and flight.end is not None:
+        if flight is not None and flight.begun and not flight.written and flight.end is not None:
             # The card is reading its bytes: only the end of the queue pair makes sure that it stops.
             self._rail_failed(flight.end, "a transfer ran out of time while it was written")
-            return
-        self._forget(flight)
-        if not flight.begun:
-            self._say(frames.Abort(flight.number))
+        elif flight is not None:
+            self._forget(flight)
+            if not flight.begun:
+                self._say(frames.Abort(flight.number))
+        self.ended(transfer)
+
+    def ended(self, transfer: Transfer) -> None:
+        if transfer.id in self._slots:
+            self._stage.give_back(self._slots.pop(transfer.id)[0])
+            self._fill_slots()
 
     def fail(self, trouble: Trouble) -> None:
         if self._pending.trouble is not None:
@@ -267,7 +296,7 @@ class RdmaLane(StreamLane):
             case frames.Go():
                 flight = self._flight(body.id)
                 if flight is not None:
-                    self._cleared(flight)
+                    self._cleared(flight, body.landing)
             case frames.Ack():
                 flight = self._flight(body.id)
                 if flight is not None:
@@ -293,8 +322,9 @@ class RdmaLane(StreamLane):
         if transfer.ended:
             return
         batch, end = transfer.batch, None
+        sources = self._sources(transfer)
         if batch.pieces:
-            choice = self._rails.choose(batch.nbytes, buffer_node=self._fabric.node(batch.pieces[0].segment),
+            choice = self._rails.choose(batch.nbytes, buffer_node=self._fabric.node(sources[0][0]),
                                         now_s=self._sender.clock.monotonic())
             if choice is None:
                 self.fail(Trouble(PeerGone, f"no rail is up: {self._rails.why_down}"))
@@ -303,7 +333,7 @@ class RdmaLane(StreamLane):
         if self._issued >= MAX_NUMBER:
             self.fail(Trouble(PeerGone, "its claims' numbers are used up; another connection has new ones"))
             return
-        flight = _Flight(self._issued, transfer, end, checksums)
+        flight = _Flight(self._issued, transfer, end, checksums, sources)
         self._issued += 1
         if end is not None:
             self._load(end).started(batch.nbytes)
@@ -321,8 +351,6 @@ class RdmaLane(StreamLane):
         if flight.end is not None and not flight.written:
             self._load(flight.end).dropped(flight.transfer.batch.nbytes)
             flight.written = True
-        for copy in flight.copies:
-            self._jobs.put(partial(self._close_there, copy))
 
     def _load(self, end: _End) -> Load:
         return self._rails.rails[end.rail].load
@@ -354,25 +382,71 @@ class RdmaLane(StreamLane):
     def _said(self) -> None:
         self._unsaid -= 1
 
+    # -- bytes that no card reaches -----------------------------------------------------------------------------
+
+    def _fill_slots(self) -> None:
+        """Has the thread fill what slots there are for those that wait."""
+        while self._unstaged:
+            if not self._unstaged[0].ended:
+                slot = self._stage.take_now()
+                if slot is None:
+                    return
+                segments = {piece.segment: self._sender.segments[piece.segment]
+                            for piece in self._unstaged[0].batch.pieces}
+                self._jobs.put(partial(self._fill, self._unstaged[0], slot, segments))
+            self._unstaged.popleft()
+
+    def _fill(self, transfer: Transfer, slot: int, segments: Mapping[str, Segment], connection: Connection) -> None:
+        """In the thread."""
+        if self._staging_of is None:
+            self._staging_of = next((segment.memory for segment in segments.values()
+                                     if isinstance(segment, DeviceSegment)), None)
+        staged = None if transfer.ended else self._stage.fill(slot, transfer, segments, proven=self.checksums)
+        call_on(self._loop, self._filled, transfer, slot, staged)
+
+    def _allocate_stage(self, nbytes: int) -> Segment:
+        if self._staging_of is None:
+            return Segment.allocate("stage", nbytes)
+        return Segment.adopt("stage", self._staging_of.staging(nbytes))
+
+    def _filled(self, transfer: Transfer, slot: int, staged: Staged | None) -> None:
+        if transfer.ended or staged is None:
+            self._stage.give_back(slot)
+            self._fill_slots()
+        else:
+            self._slots[transfer.id] = slot, staged
+            self._begin(transfer, staged.checksums)
+
+    def _sources(self, transfer: Transfer) -> list[tuple[Segment, int]]:
+        """Memory that the cards read, and offset, for each piece."""
+        if transfer.id in self._slots:
+            _, staged = self._slots[transfer.id]
+            return [(staged.memory, offset) for offset in staged.offsets]
+        return [(self._sender.segments[piece.segment], piece.offset) for piece in transfer.batch.pieces]
+
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def _cleared(self, flight: _Flight) -> None:
+    def _cleared(self, flight: _Flight, landing: list[int]) -> None:
         end, pieces = flight.end, flight.transfer.batch.pieces
         if end is None:
             raise frames.FrameError(f"GO for claim {flight.number}, which has no bytes")
         if flight.targets:  # the receiver has all of it, but another writer's failure may have spoilt it
             if flight in end.queue:
                 raise frames.FrameError(f"GO for claim {flight.number} again, while it is written")
-            former, flight = flight, _Flight(flight.number, flight.transfer, end, flight.checksums, begun=True)
+            former, flight = flight, _Flight(flight.number, flight.transfer, end, flight.checksums, flight.sources,
+                                             begun=True)
             self._forget(former)
             self._load(end).started(flight.transfer.batch.nbytes)
             self._flights[flight.number] = self._current[flight.transfer.id] = flight
-        for piece in pieces:
+        if landing and len(landing) != len(pieces):
+            raise frames.FrameError(f"GO for claim {flight.number} lets {len(landing)} of {len(pieces)} pieces land")
+        for i, piece in enumerate(pieces):
             remote = piece.remote
-            address, nbytes, key = end.keys.get(remote.segment, (0, 0, 0))
-            if remote.offset + remote.length > nbytes:
-                raise frames.FrameError(f"GO for bytes of segment {remote.segment} whose key was not handed out")
-            flight.targets.append((address + remote.offset, key))
+            name, offset = (frames.LANDING, landing[i]) if landing else (remote.segment, remote.offset)
+            address, nbytes, key = end.keys.get(name, (0, 0, 0))
+            if offset + remote.length > nbytes:
+                raise frames.FrameError(f"GO for bytes of segment {name!r} whose key was not handed out")
+            flight.targets.append((address + offset, key))
         flight.writes = self._writes(flight, end)
         end.queue.append(flight)
         self._pump(end)
@@ -380,18 +454,11 @@ class RdmaLane(StreamLane):
     def _writes(self, flight: _Flight, end: _End) -> Iterator[_Write]:
         """The work requests of a flight. Registers memory as it goes; raises :class:`VerbsError`."""
         nic = self._rails.rails[end.rail].own
-        pieces, corrupt = flight.transfer.batch.pieces, flight.transfer.corrupt
-        for i, (piece, (remote, key)) in enumerate(zip(pieces, flight.targets, strict=True)):
-            length = piece.remote.length
-            if i in corrupt:
-                spoilt = self._sender.source(piece).copy()
-                spoilt[0] ^= 0xFF
-                region = self._fabric.nics[nic].device.register(spoilt.ctypes.data, length)
-                flight.copies.append(_Copy(region, spoilt))
-                address = int(spoilt.ctypes.data)
-            else:
-                segment, region = self._fabric.region(nic, piece.segment)
-                address = int(segment.array.ctypes.data) + piece.offset
+        pieces = flight.transfer.batch.pieces
+        for i, (piece, (segment, offset), (remote, key)) in enumerate(
+                zip(pieces, flight.sources, flight.targets, strict=True)):
+            length, region = piece.remote.length, self._fabric.region(nic, segment)
+            address = region.address + offset
             for start in range(0, length, WRITE_BYTES):
                 part = min(WRITE_BYTES, length - start)
                 yield _Write((address + start, part, region.lkey), (remote + start, key),
@@ -410,8 +477,8 @@ class RdmaLane(StreamLane):
 
     def _is_quick(self, flight: _Flight, end: _End) -> bool:
         rail, batch = self._rails.rails[end.rail], flight.transfer.batch
-        return (not flight.transfer.corrupt and (not rail.nic.virtual or batch.nbytes <= INLINE_BYTES)
-                and all(self._fabric.knows(rail.own, piece.segment) for piece in batch.pieces))
+        return ((not rail.nic.virtual or batch.nbytes <= INLINE_BYTES)
+                and all(self._fabric.knows(rail.own, segment) for segment, _ in flight.sources))
 
     def _post_there(self, end: _End, room: int, connection: Connection) -> None:
         """In the thread."""
@@ -515,7 +582,7 @@ class RdmaLane(StreamLane):
         timer = self._loop.call_later(delay_s, due)
         self._timers.add(timer)
 
-    def _close_there(self, part: QueuePair | Region, connection: Connection) -> None:
+    def _close_there(self, part: QueuePair, connection: Connection) -> None:
         """In the thread, after all that was to be done with it."""
         _close(part)
 
@@ -578,24 +645,16 @@ class RdmaLane(StreamLane):
     def release(self) -> None:
         for end in self._fresh:
             _close(end.pair)
+        if self._stage.memory is not None:
+            self._fabric.forget(self._stage.memory.serial)
+            self._stage.memory.close()
 
 
-def _close(part: QueuePair | Region) -> None:
+def _close(part: QueuePair) -> None:
     try:
         part.close()
     except VerbsError as error:
         _log.warning("action=rdma_close_failed why=%r", str(error))
-
-
-class _Copy(Region):
-    """A registered copy of a piece that keeps its memory alive."""
-
-    def __init__(self, region: Region, memory: npt.NDArray[np.uint8]) -> None:
-        self._region, self._memory = region, memory
-        self.lkey, self.rkey = region.lkey, region.rkey
-
-    def close(self) -> None:
-        self._region.close()
 
 
 # -- receiving --------------------------------------------------------------------------------------------------
@@ -637,6 +696,9 @@ class RdmaSession(Session):
         self._rails: dict[int, _Arrival] = {}
         self._recent: OrderedDict[int, list[int]] = OrderedDict()
         """{number of a committed claim: what was bad}, for a sender that did not hear so."""
+        self._landing: Landing | None = None
+        self._waiting: deque[tuple[int, frames.Begin]] = deque()
+        """Rail and claim of those that wait for room to land; some are over already."""
         connection.attend = self._attend
 
     def _greet(self) -> None:
@@ -651,7 +713,7 @@ class RdmaSession(Session):
             case frames.Abort():
                 for rail in self._rails.values():
                     if rail.claims.pop(body.id, None) is not None:
-                        self._ledger.fail(self._writers.pop(body.id))
+                        self._end_badly(body.id)
             case frames.Connect():
                 self._connect(body)
             case frames.Down():
@@ -665,6 +727,9 @@ class RdmaSession(Session):
     def ended(self) -> None:
         for arrival in self._rails.values():
             _close(arrival.pair)
+        if self._landing is not None:
+            self._fabric.forget(self._landing.memory.serial)
+            self._landing.memory.close()
 
     def _connect(self, body: frames.Connect) -> None:
         if body.rail in self._rails:
@@ -692,28 +757,61 @@ class RdmaSession(Session):
         arrival = self._rails.get(claim.rail)
         if claim.spans and arrival is None:
             return  # it failed here, and the sender was told so: the claim will come again
+        if any(span.count != 1 for span in claim.spans):
+            raise frames.FrameError(f"claim {claim.id} is of parts, which no card puts in their places")
         if self._begin(claim) is None:
             return
         if arrival is None or not claim.spans:
             self._commit(claim, claim.checksums)
             return
+        segments = {span.segment: self._ledger.segment_of(span) for span in claim.spans}
         arrival.claims[claim.id] = claim
-        for name in {span.segment for span in claim.spans}:
+        device = next((item for item in segments.values()
+                       if isinstance(item, DeviceSegment) and item.way is Way.STAGED), None)
+        if device is None:
+            self._clear(claim, arrival, segments, [])
+            return
+        if self._landing is None:
+            self._landing = Landing(Segment.adopt("landing", device.memory.staging(LANDING_BYTES)))
+        if sum(span.length for span in claim.spans) > LANDING_BYTES:
+            del arrival.claims[claim.id]
+            self._refuse(claim, f"more than {LANDING_BYTES} bytes at a time cannot land here")
+            return
+        self._waiting.append((claim.rail, claim))
+
+    def _let_in(self) -> None:
+        """Clears those that wait, in order, as far as there is room where they land."""
+        landing = self._landing
+        while self._waiting and landing is not None:
+            rail, claim = self._waiting[0]
+            arrival = self._rails.get(rail)
+            if arrival is not None and arrival.claims.get(claim.id) is claim:
+                at = landing.take(claim.id, sum(span.length for span in claim.spans))
+                if at is None:
+                    return
+                offsets = list(accumulate((span.length for span in claim.spans[:-1]), initial=at))
+                self._clear(claim, arrival, {frames.LANDING: landing.memory}, offsets)
+            self._waiting.popleft()
+
+    def _clear(self, claim: frames.Begin, arrival: _Arrival, segments: Mapping[str, Segment],
+               landing: list[int]) -> None:
+        """Hands out the keys of ``segments`` that the rail has not had, and GO."""
+        for name, segment in segments.items():
             try:
-                segment, region = self._fabric.region(arrival.nic, name)
+                region = self._fabric.region(arrival.nic, segment)
             except VerbsError as error:
                 self._give_up(claim.rail, arrival, str(error))
                 return
             if arrival.told.get(name) != segment.serial:
                 arrival.told[name] = segment.serial
-                self._connection.send(frames.Keys(claim.rail, name, int(segment.array.ctypes.data), segment.nbytes,
-                                                  region.rkey))
-        self._connection.send(frames.Go(claim.id))
+                self._connection.send(frames.Keys(claim.rail, name, region.address, segment.nbytes, region.rkey))
+        self._connection.send(frames.Go(claim.id, landing))
 
     def _attend(self) -> None:
         """Serves the cards until the connection has something to read."""
         readable = self._connection.readiness()
         while True:
+            self._let_in()  # here, where it does not matter if that costs a rail
             poller = select.poll()
             poller.register(readable, select.POLLIN)
             ends = {arrival.pair.fd: (rail, arrival) for rail, arrival in self._rails.items()}
@@ -740,19 +838,43 @@ class RdmaSession(Session):
                                             f"which is not in progress")
                 arrival.pair.receive()
                 writer = self._writers[claim.id]
-                if writer.disturbed and not claim.checksums:
+                if self._landing is not None and self._landing.holds(claim.id):
+                    self._land(claim, writer)
+                elif writer.disturbed and not claim.checksums:
                     # Where a writer failed that wrote into the same bytes: written once more, they are right.
                     writer.disturbed = False
                     arrival.claims[claim.id] = claim
                     self._connection.send(frames.Go(claim.id))
-                elif not self._condemned:
-                    self._recent[claim.id] = self._commit(claim, claim.checksums)
-                    if len(self._recent) > 2 * RECEIVE_DEPTH:
-                        self._recent.popitem(last=False)
+                else:
+                    self._arrived(claim)
         except VerbsError as error:
             _log.info("action=rdma_rail_lost rail=%s why=%r", rail, str(error))
             return False
         return True
+
+    def _land(self, claim: frames.Begin, writer: Writer) -> None:
+        """Copies what has landed to where it belongs, and commits it."""
+        assert self._landing is not None
+        while True:
+            self._landing.empty(claim.id, claim.spans, self._ledger.segment_of)
+            if not writer.disturbed:
+                break
+            writer.disturbed = False  # by a former attempt at the same bytes, whose rail failed
+        self._landing.give_back(claim.id)
+        self._arrived(claim)
+
+    def _arrived(self, claim: frames.Begin) -> None:
+        """Its bytes are in their places."""
+        if not self._condemned:
+            self._recent[claim.id] = self._commit(claim, claim.checksums)
+            if len(self._recent) > 2 * RECEIVE_DEPTH:
+                self._recent.popitem(last=False)
+
+    def _end_badly(self, number: int) -> None:
+        """Fails the writer of a claim; nothing writes for it any more."""
+        if self._landing is not None:
+            self._landing.give_back(number)
+        self._ledger.fail(self._writers.pop(number))
 
     def _give_up(self, rail: int, arrival: _Arrival, why: str) -> None:
         _log.warning("action=rdma_rail_failed peer=%s rail=%s why=%r", self.sender, rail, why)
@@ -764,7 +886,7 @@ class RdmaSession(Session):
         arrival = self._rails.pop(rail)
         _close(arrival.pair)
         for number in arrival.claims:
-            self._ledger.fail(self._writers.pop(number))
+            self._end_badly(number)
 
 
 def open_session(fabric: Fabric, receiver: Receiver, sock: socket.socket, name: str) -> Session:

@@ -13,6 +13,7 @@ from shared.clock import Clock
 from shared.ids import Incarnation, WorkerId
 from shared.messages import Endpoint
 from shared.transfer import copy, nvlink, rdma, shm, tcp
+from shared.transfer.device import Way
 from shared.transfer.lane import Lane, Sender
 from shared.transfer.link import Link
 from shared.transfer.plan import (
@@ -29,7 +30,6 @@ from shared.transfer.plan import (
     plan_batches,
     spread_bytes,
 )
-from shared.transfer.segment import DeviceSegment
 from shared.transfer.settings import TransferSettings
 from shared.transfer.statistics import Counts
 from shared.transfer.types import PeerGone, PushResult, Slice, Trouble
@@ -98,7 +98,7 @@ class Router:
             return Routes((), dict.fromkeys(self._settings.paths, "this engine was closed"))
         same_process = copy.is_local(peer)
         own, segments = self._own, self._sender.segments
-        on_device = bool(own.nvlink) and all(isinstance(segments[item.segment], DeviceSegment) for item in slices)
+        on_device = bool(own.nvlink) and all(segments[item.segment].gpu is not None for item in slices)
         key = peer.worker, on_device
         known = self._routes.get(key)
         if (known is not None and not self._pauses and (known[0] is peer or known[0] == peer)
@@ -126,6 +126,9 @@ class Router:
                 strided = True
             else:
                 batch_bytes = STAGE_BYTES
+        elif choice.path == rdma.PATH and (settings.corrupt_every or any(
+                segments[item.segment].way is Way.STAGED for item in slices.values())):
+            batch_bytes = STAGE_BYTES
         elif choice.path == nvlink.PATH:
             batch_bytes = DEVICE_BATCH_BYTES
         proven = needs_checksums(settings.proofs, choice.path, self.own.host, peer.host)

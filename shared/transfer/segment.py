@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from shared.errors import Bug
 from shared.transfer import cuda
+from shared.transfer.device import DeviceMemory, Way
 from shared.transfer.frames import Span
 from shared.transfer.native import Native
 
@@ -30,10 +31,13 @@ class Segment:
     caller's. The memory itself lives until the last view of it dies; after :meth:`close` nobody new can map it.
     ``serial`` is unique in this process: a later segment of the same name has another. ``mappable``: another process
     can map ``fd`` without fear of its end. ``staged``: bytes go in and out through other memory, which takes time.
-    ``native`` copies into it, if it is there.
+    ``way``: how network cards get at a device's memory. ``gpu``: its memory, if it is CUDA's. ``native`` copies into
+    it, if it is there.
     """
 
     staged = False
+    way: Way | None = None
+    gpu: cuda.CudaMemory | None = None
     native: Native | None = None
 
     def __init__(self, name: str, array: npt.NDArray[np.uint8], fd: int) -> None:
@@ -64,8 +68,8 @@ class Segment:
 
     @classmethod
     def adopt(cls, name: str, memory: Any) -> Segment:
-        """Memory that exists: a memfd (its descriptor, which stays the caller's), a CPU or CUDA tensor, or a writable
-        contiguous buffer (numpy array, memoryview, bytearray), which is kept alive.
+        """Memory that exists: a memfd (its descriptor, which stays the caller's), a CPU or CUDA tensor, other
+        :class:`DeviceMemory`, or a writable contiguous buffer (numpy array, memoryview, bytearray); kept alive.
 
         Raises :class:`Bug` when it cannot be written, is not contiguous or is empty.
         """
@@ -80,7 +84,9 @@ class Segment:
                 os.close(fd)
                 raise
         if cuda.is_cuda_tensor(memory):
-            return DeviceSegment(name, cuda.DeviceMemory(memory))
+            memory = cuda.CudaMemory(memory)
+        if isinstance(memory, DeviceMemory):
+            return DeviceSegment(name, memory)
         array = _tensor_bytes(name, memory) if hasattr(memory, "data_ptr") else _buffer_bytes(name, memory)
         if not len(array):
             raise Bug(f"memory of segment {name} is empty")
@@ -128,6 +134,9 @@ class Segment:
         cuda.copy_to_host(self.array[offset:offset + len(source)], source)
         return _nothing
 
+    def settle(self) -> None:
+        """Returns once a device is done with what it was given to do with the memory: then others may read it."""
+
     def close(self) -> None:
         """Closes the descriptor and drops our views. Idempotent."""
         if self.fd >= 0:
@@ -138,21 +147,24 @@ class Segment:
 
 
 class DeviceSegment(Segment):
-    """Memory of a GPU: there is no view of it in the host (``array`` and ``buffer`` are empty)."""
+    """Memory of a device: there is no view of it in the host (``array`` and ``buffer`` are empty)."""
 
     staged = True
+    way: Way = Way.STAGED
 
-    def __init__(self, name: str, memory: cuda.DeviceMemory) -> None:
+    def __init__(self, name: str, memory: DeviceMemory) -> None:
         super().__init__(name, np.empty(0, dtype=np.uint8), -1)
         self.memory, self.nbytes = memory, memory.nbytes
+        if isinstance(memory, cuda.CudaMemory):
+            self.gpu = memory
 
     def read(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
         out = np.empty(length, dtype=np.uint8)
-        self.memory.to_host(offset, length, out)
+        self.memory.to_host(offset, out)
         return out
 
     def read_into(self, out: npt.NDArray[np.uint8], offset: int) -> None:
-        self.memory.to_host(offset, len(out), out)
+        self.memory.to_host(offset, out)
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         self.memory.from_host(offset, data)
@@ -168,7 +180,15 @@ class DeviceSegment(Segment):
         self.memory.from_host(offset, data)
 
     def fetch(self, offset: int, source: cuda.Tensor) -> Callable[[], None]:
-        return self.memory.copy_from(offset, source)
+        if self.gpu is not None:
+            return self.gpu.copy_from(offset, source)
+        passing = np.empty(len(source), dtype=np.uint8)
+        cuda.copy_to_host(passing, source)
+        self.memory.from_host(offset, passing)
+        return _nothing
+
+    def settle(self) -> None:
+        self.memory.settle()
 
 
 def _rows(array: npt.NDArray[np.uint8], offset: int, span: Span) -> npt.NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
-from queue import SimpleQueue
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,15 @@ from shared.messages import Endpoint, Grant
 from shared.transfer import frames
 from shared.transfer.addresses import host_clock_s
 from shared.transfer.lane import Sender, StreamLane, Transfer, connected
-from shared.transfer.plan import STAGE_BYTES
 from shared.transfer.receiver import Receiver, Session
 from shared.transfer.segment import MappedSegment, Segment
+from shared.transfer.stage import Stage
 from shared.transfer.types import Trouble
 from shared.transfer.wire import Connection
 
 PATH = "shm"
 MAX_SOCKET_PATH_BYTES = 107
 """The kernel's limit for a unix socket's path."""
-STAGE_SLOTS = 4
-_NO_SLOT = -1
 MAX_SOURCES = 256
 """Segments of one sender mapped at the same time."""
 MAX_BEHIND_S = 60.0
@@ -50,9 +48,7 @@ class ShmLane(StreamLane):
         super().__init__(sender, peer, address)
         self._attached: set[int] = set()
         """Serials of the segments whose descriptors the receiver has."""
-        self._stage: Segment | None = None
-        self._free: SimpleQueue[int] = SimpleQueue()
-        """Slots of the stage that no transfer uses."""
+        self._stage = Stage(partial(Segment.allocate, "stage"))
         self._slots: dict[int, int] = {}
         """{id of a staged transfer: its slot}"""
 
@@ -86,11 +82,11 @@ class ShmLane(StreamLane):
     def ended(self, transfer: Transfer) -> None:
         slot = self._slots.pop(transfer.id, None)
         if slot is not None:
-            self._free.put(slot)
+            self._stage.give_back(slot)
 
     def fail(self, trouble: Trouble) -> None:
         super().fail(trouble)
-        self._free.put(_NO_SLOT)
+        self._stage.end()
 
     def forget(self, serial: int) -> None:
         if serial in self._attached:
@@ -98,8 +94,8 @@ class ShmLane(StreamLane):
             self._jobs.put(lambda connection: connection.send(frames.Detach(serial)))
 
     def release(self) -> None:
-        if self._stage is not None:
-            self._stage.close()
+        if self._stage.memory is not None:
+            self._stage.memory.close()
 
     def _is_mappable(self, transfer: Transfer) -> bool:
         segments = self._sender.segments
@@ -114,37 +110,28 @@ class ShmLane(StreamLane):
             sources.append(frames.Source(segment.serial, piece.offset))
             if segment.serial not in self._attached:
                 fresh[segment.serial] = segment
-        return self._claim(transfer, sources, list(fresh)), list(fresh.values())
+        return self._claim(transfer, sources, list(fresh), self.proofs(transfer)), list(fresh.values())
 
     def _staged(self, transfer: Transfer) -> tuple[frames.Copy, list[Segment]] | None:
         """The claim for a copy of the bytes, once there is a slot for it; ``None`` when the lane failed meanwhile."""
-        if self._stage is None:
-            self._stage = Segment.allocate("stage", STAGE_SLOTS * STAGE_BYTES)
-            for slot in range(STAGE_SLOTS):
-                self._free.put(slot)
-        slot = self._free.get()
-        if slot == _NO_SLOT:
+        slot = self._stage.take()
+        if slot is None:
             return None
         self._slots[transfer.id] = slot
         if transfer.ended:
             self.ended(transfer)
             return None
-        offset, sources = slot * STAGE_BYTES, []
-        for i, piece in enumerate(transfer.batch.pieces):
-            staged = self._stage.array[offset:offset + piece.remote.length]
-            self._sender.segments[piece.segment].read_into(staged, piece.offset)
-            if i in transfer.corrupt:
-                staged[0] ^= 0xFF
-            sources.append(frames.Source(self._stage.serial, offset))
-            offset += piece.remote.length
-        attached = [] if self._stage.serial in self._attached else [self._stage]
-        return self._claim(transfer, sources, [segment.serial for segment in attached]), attached
+        memory, offsets, proofs = self._stage.fill(slot, transfer, self._sender.segments, proven=self.checksums)
+        sources = [frames.Source(memory.serial, offset) for offset in offsets]
+        attached = [] if memory.serial in self._attached else [memory]
+        return self._claim(transfer, sources, [segment.serial for segment in attached], proofs), attached
 
-    def _claim(self, transfer: Transfer, sources: list[frames.Source], attached: list[int]) -> frames.Copy:
+    def _claim(self, transfer: Transfer, sources: list[frames.Source], attached: list[int],
+               proofs: list[int]) -> frames.Copy:
         grant = transfer.grant
         return frames.Copy(
             transfer.id, grant.operation, grant.incarnation, grant.token, self._sender.timeout_ms(transfer),
-            [piece.remote for piece in transfer.batch.pieces], transfer.note, self.proofs(transfer), sources, attached,
+            [piece.remote for piece in transfer.batch.pieces], transfer.note, proofs, sources, attached,
             transfer.deadline_s)
 
 

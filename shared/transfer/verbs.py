@@ -19,14 +19,15 @@ import re
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+from shared.transfer.device import DmaBuf
 from shared.transfer.rails import Gid, Nic
 
 SYSFS = Path("/sys/class/infiniband")
@@ -114,15 +115,19 @@ class Timing:
         return 4.096e-6 * (1 << self.exponent) * (self.retries + 1)
 
 
-class Region(ABC):
-    """Registered memory. The memory must outlive it."""
+class Region:
+    """Registered memory, as a binding has it. The memory must outlive it."""
 
-    lkey: int
-    rkey: int
+    def __init__(self, device: Device, handle: Any, address: int) -> None:
+        self._device, self._handle = device, handle
+        self.lkey, self.rkey = int(handle.lkey), int(handle.rkey)
+        self.address = address
+        """What work requests call the first byte."""
 
-    @abstractmethod
     def close(self) -> None:
         """No device touches the memory after this."""
+        with self._device.translated("deregistering memory"):
+            self._handle.close()
 
 
 class QueuePair(ABC):
@@ -131,6 +136,11 @@ class QueuePair(ABC):
     number: int
     fd: int
     """Readable when :meth:`completions` has something to say."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._parts: list[Any] = []
+        """The binding's objects, in the order in which they are closed."""
 
     @abstractmethod
     def connect(self, remote: Remote, *, psn: int, gid_index: int, timing: Timing) -> None:
@@ -153,29 +163,68 @@ class QueuePair(ABC):
     def fail(self) -> None:
         """Moves it to the error state: what is posted is flushed, nothing writes through it any more."""
 
-    @abstractmethod
     def close(self) -> None:
         """Nothing reads or writes through it after this. Idempotent."""
+        parts, self._parts = self._parts, []
+        with self._device.translated("closing a queue pair"):
+            for part in parts:
+                part.close()
 
 
 class Device(ABC):
     """One opened device with a protection domain."""
 
-    binding: str
+    binding: ClassVar[str]
+    pair: ClassVar[Callable[..., QueuePair]]
+    """Makes one of the device."""
+    error: type[Exception]
+    """What the binding raises."""
     lid: int
     mtu: int
+    context: Any
+    domain: Any
+    no_dma_buf = ""
+    """Why it registers none, as far as the binding knows."""
 
-    @abstractmethod
     def register(self, address: int, nbytes: int) -> Region:
         """Lets the device read the memory, and write it for who has its key."""
+        with self.translated(f"registering {nbytes} bytes"):
+            return Region(self, self._register(address, nbytes), address)
 
-    @abstractmethod
+    def register_dma_buf(self, memory: DmaBuf, nbytes: int) -> Region:
+        """The same for another device's memory. The descriptor may be closed afterwards."""
+        with self.translated(f"registering {nbytes} bytes of a dma-buf"):
+            return Region(self, self._register_dma_buf(memory, nbytes), memory.offset)
+
     def queue_pair(self) -> QueuePair:
         """A new one, not connected."""
+        with self.translated("making a queue pair"):
+            return type(self).pair(self)
 
-    @abstractmethod
     def close(self) -> None:
         """After all that was made from it is closed."""
+        with self.translated("closing the device"):
+            self.domain.close()
+            self.context.close()
+
+    @contextmanager
+    def translated(self, what: str) -> Iterator[None]:
+        """Turns the binding's errors into ours."""
+        try:
+            yield
+        except VerbsError:
+            raise
+        except self.error as error:
+            number = getattr(error, "error_code", 0) or getattr(error, "errno", 0) or errno.EIO
+            raise VerbsError(number, f"{what}: {error}") from error
+
+    @abstractmethod
+    def _register(self, address: int, nbytes: int) -> Any:
+        """The binding's object for it."""
+
+    @abstractmethod
+    def _register_dma_buf(self, memory: DmaBuf, nbytes: int) -> Any:
+        """The binding's object; work requests call its first byte ``memory.offset``."""
 
 
 def open_device(name: str) -> Device:
@@ -282,53 +331,10 @@ def _import_pyverbs() -> SimpleNamespace:
     return SimpleNamespace(addr=addr, cq=cq, device=device, mr=mr, pd=pd, errors=errors, qp=qp, wr=wr)
 
 
-class _PyverbsDevice(Device):
-    binding = "pyverbs"
-
-    def __init__(self, name: str) -> None:
-        self.api = _import_pyverbs()
-        with self.translated(f"opening {name}"):
-            self.context = self.api.device.Context(name=name)
-            port = self.context.query_port(PORT)
-            self.lid, self.mtu = int(port.lid), int(port.active_mtu)
-            self.domain = self.api.pd.PD(self.context)
-
-    def register(self, address: int, nbytes: int) -> Region:
-        with self.translated(f"registering {nbytes} bytes"):
-            return _PyverbsRegion(self, address, nbytes)
-
-    def queue_pair(self) -> QueuePair:
-        with self.translated("making a queue pair"):
-            return _PyverbsQueuePair(self)
-
-    def close(self) -> None:
-        with self.translated("closing the device"):
-            self.domain.close()
-            self.context.close()
-
-    @contextmanager
-    def translated(self, what: str) -> Iterator[None]:
-        """Turns the binding's errors into ours."""
-        try:
-            yield
-        except self.api.errors.PyverbsError as error:
-            raise VerbsError(getattr(error, "error_code", 0) or errno.EIO, f"{what}: {error}") from error
-
-
-class _PyverbsRegion(Region):
-    def __init__(self, device: _PyverbsDevice, address: int, nbytes: int) -> None:
-        self._device = device
-        self._region = device.api.mr.MR(device.domain, nbytes, _ACCESS, address=address)
-        self.lkey, self.rkey = int(self._region.lkey), int(self._region.rkey)
-
-    def close(self) -> None:
-        with self._device.translated("deregistering memory"):
-            self._region.close()
-
-
 class _PyverbsQueuePair(QueuePair):
     def __init__(self, device: _PyverbsDevice) -> None:
-        self._device, api = device, device.api
+        super().__init__(device)
+        self._api = api = device.api
         with _pyverbs_lock:
             before = set(_event_descriptors())
             self._channel = api.cq.CompChannel(device.context)
@@ -343,10 +349,10 @@ class _PyverbsQueuePair(QueuePair):
         self._pair = api.qp.QP(device.domain, api.qp.QPInitAttr(
             qp_type=_RC, scq=self._queue, rcq=self._queue, cap=limits, sq_sig_all=0))
         self.number = int(self._pair.qp_num)
-        self._closed = False
+        self._parts = [self._pair, self._queue, self._channel, self._scratch]
 
     def connect(self, remote: Remote, *, psn: int, gid_index: int, timing: Timing) -> None:
-        api = self._device.api
+        api = self._api
         with self._device.translated("connecting a queue pair"):
             gid = api.addr.GID(ipaddress.IPv6Address(remote.gid).exploded)
             route = api.addr.GlobalRoute(dgid=gid, sgid_index=gid_index, hop_limit=64)
@@ -367,7 +373,7 @@ class _PyverbsQueuePair(QueuePair):
 
     def write(self, request: int, source: tuple[int, int, int], target: tuple[int, int], *, signaled: bool,
               immediate: int | None = None) -> None:
-        wr = self._device.api.wr
+        wr = self._api.wr
         with self._device.translated("posting a write"):
             part = wr.SGE(*source)
             work = wr.SendWR(wr_id=request, num_sge=1, sg=[part], send_flags=_SIGNALED if signaled else 0,
@@ -381,7 +387,7 @@ class _PyverbsQueuePair(QueuePair):
                 part.close()
 
     def receive(self) -> None:
-        wr = self._device.api.wr
+        wr = self._api.wr
         with self._device.translated("posting a receive"):
             part = wr.SGE(self._scratch.buf, 1, self._scratch.lkey)
             work = wr.RecvWR(wr_id=0, num_sge=1, sg=[part])
@@ -397,7 +403,7 @@ class _PyverbsQueuePair(QueuePair):
             try:
                 self._channel.get_cq_event(self._queue)
                 self._queue.ack_events(1)
-            except self._device.api.errors.PyverbsRDMAError as error:
+            except self._api.errors.PyverbsRDMAError as error:
                 if error.error_code != errno.EAGAIN:
                     raise
             self._queue.req_notify()  # before the look, or one that comes in between goes unseen
@@ -409,15 +415,30 @@ class _PyverbsQueuePair(QueuePair):
 
     def fail(self) -> None:
         with self._device.translated("failing a queue pair"):
-            facts = self._device.api.qp.QPAttr(qp_state=_STATE_ERROR)
+            facts = self._api.qp.QPAttr(qp_state=_STATE_ERROR)
             self._pair.modify(facts, _STATE_MASK)
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            with self._device.translated("closing a queue pair"):
-                for part in (self._pair, self._queue, self._channel, self._scratch):
-                    part.close()
+
+class _PyverbsDevice(Device):
+    binding = "pyverbs"
+    pair: ClassVar = _PyverbsQueuePair
+
+    def __init__(self, name: str) -> None:
+        self.api = _import_pyverbs()
+        self.error = self.api.errors.PyverbsError
+        with self.translated(f"opening {name}"):
+            self.context = self.api.device.Context(name=name)
+            port = self.context.query_port(PORT)
+            self.lid, self.mtu = int(port.lid), int(port.active_mtu)
+            self.domain = self.api.pd.PD(self.context)
+        if not hasattr(self.api.mr, "DmaBufMR"):
+            self.no_dma_buf = "this pyverbs is too old"
+
+    def _register(self, address: int, nbytes: int) -> Any:
+        return self.api.mr.MR(self.domain, nbytes, _ACCESS, address=address)
+
+    def _register_dma_buf(self, memory: DmaBuf, nbytes: int) -> Any:
+        return self.api.mr.DmaBufMR(self.domain, nbytes, _ACCESS, dmabuf=memory.fd, offset=memory.offset)
 
 
 def _event_descriptors() -> Iterator[int]:
@@ -433,60 +454,10 @@ def _event_descriptors() -> Iterator[int]:
 # -- ibverbs ----------------------------------------------------------------------------------------------------
 
 
-class _IbverbsDevice(Device):
-    binding = "ibverbs"
-
-    def __init__(self, name: str) -> None:
-        import ibverbs
-
-        self.api: Any = ibverbs
-        with self.translated(f"opening {name}"):
-            found = next((device for device in ibverbs.get_device_list() if device.name == name), None)
-            if found is None:
-                raise VerbsError(errno.ENODEV, f"no device {name}")
-            self.context = found.open()
-            port = self.context.query_port(PORT)
-            self.lid, self.mtu = int(port.lid), int(port.active_mtu)
-            self.domain = self.context.alloc_pd()
-
-    def register(self, address: int, nbytes: int) -> Region:
-        with self.translated(f"registering {nbytes} bytes"):
-            return _IbverbsRegion(self, address, nbytes)
-
-    def queue_pair(self) -> QueuePair:
-        with self.translated("making a queue pair"):
-            return _IbverbsQueuePair(self)
-
-    def close(self) -> None:
-        with self.translated("closing the device"):
-            self.domain.close()
-            self.context.close()
-
-    @contextmanager
-    def translated(self, what: str) -> Iterator[None]:
-        """Turns the binding's errors into ours."""
-        try:
-            yield
-        except VerbsError:
-            raise
-        except self.api.VerbsError as error:
-            raise VerbsError(error.errno or errno.EIO, f"{what}: {error}") from error
-
-
-class _IbverbsRegion(Region):
-    def __init__(self, device: _IbverbsDevice, address: int, nbytes: int) -> None:
-        self._device = device
-        self._region = device.domain.reg_mr(address, nbytes, _ACCESS)
-        self.lkey, self.rkey = int(self._region.lkey), int(self._region.rkey)
-
-    def close(self) -> None:
-        with self._device.translated("deregistering memory"):
-            self._region.close()
-
-
 class _IbverbsQueuePair(QueuePair):
     def __init__(self, device: _IbverbsDevice) -> None:
-        self._device = device
+        super().__init__(device)
+        self._api = device.api
         self._channel = device.context.create_comp_channel()
         self.fd = int(self._channel.fd)
         os.set_blocking(self.fd, False)
@@ -496,11 +467,11 @@ class _IbverbsQueuePair(QueuePair):
             send_cq=self._queue, recv_cq=self._queue, qp_type=_RC, max_send_wr=SEND_DEPTH, max_recv_wr=RECEIVE_DEPTH,
             max_send_sge=1, max_recv_sge=1))
         self.number = int(self._pair.qp_num)
-        self._closed = False
+        self._parts = [self._pair, self._queue, self._channel]
 
     def connect(self, remote: Remote, *, psn: int, gid_index: int, timing: Timing) -> None:
         with self._device.translated("connecting a queue pair"):
-            facts = self._device.api.QPInfo(qp_num=remote.number, psn=remote.psn, lid=remote.lid, gid=remote.gid,
+            facts = self._api.QPInfo(qp_num=remote.number, psn=remote.psn, lid=remote.lid, gid=remote.gid,
                                             port=PORT, mtu=remote.mtu)
             self._pair.to_init(PORT, _ACCESS)
             for _ in range(RECEIVE_DEPTH):
@@ -510,7 +481,7 @@ class _IbverbsQueuePair(QueuePair):
 
     def write(self, request: int, source: tuple[int, int, int], target: tuple[int, int], *, signaled: bool,
               immediate: int | None = None) -> None:
-        api = self._device.api
+        api = self._api
         with self._device.translated("posting a write"):
             self._pair.post_send(api.SendWR(
                 wr_id=request, sg_list=[api.SGE(*source)], send_flags=_SIGNALED if signaled else 0,
@@ -519,7 +490,7 @@ class _IbverbsQueuePair(QueuePair):
 
     def receive(self) -> None:
         with self._device.translated("posting a receive"):
-            self._pair.post_recv(self._device.api.RecvWR(wr_id=0))
+            self._pair.post_recv(self._api.RecvWR(wr_id=0))
 
     def completions(self) -> list[Completion]:
         found: list[Completion] = []
@@ -527,7 +498,7 @@ class _IbverbsQueuePair(QueuePair):
             try:
                 self._channel.get_cq_event()
                 self._queue.ack_events(1)
-            except self._device.api.VerbsError as error:
+            except self._api.VerbsError as error:
                 if error.errno != errno.EAGAIN:
                     raise
             self._queue.req_notify()
@@ -539,12 +510,32 @@ class _IbverbsQueuePair(QueuePair):
         with self._device.translated("failing a queue pair"):
             self._pair.modify(_STATE_MASK, qp_state=_STATE_ERROR)
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            with self._device.translated("closing a queue pair"):
-                for part in (self._pair, self._queue, self._channel):
-                    part.close()
+
+class _IbverbsDevice(Device):
+    binding = "ibverbs"
+    pair: ClassVar = _IbverbsQueuePair
+
+    def __init__(self, name: str) -> None:
+        import ibverbs
+
+        self.api: Any = ibverbs
+        self.error = ibverbs.VerbsError
+        with self.translated(f"opening {name}"):
+            found = next((device for device in ibverbs.get_device_list() if device.name == name), None)
+            if found is None:
+                raise VerbsError(errno.ENODEV, f"no device {name}")
+            self.context = found.open()
+            port = self.context.query_port(PORT)
+            self.lid, self.mtu = int(port.lid), int(port.active_mtu)
+            self.domain = self.context.alloc_pd()
+        if not hasattr(self.domain, "reg_dmabuf_mr"):
+            self.no_dma_buf = "this ibverbs is too old"
+
+    def _register(self, address: int, nbytes: int) -> Any:
+        return self.domain.reg_mr(address, nbytes, _ACCESS)
+
+    def _register_dma_buf(self, memory: DmaBuf, nbytes: int) -> Any:
+        return self.domain.reg_dmabuf_mr(memory.offset, nbytes, memory.offset, memory.fd, _ACCESS)
 
 
 def _completion(work: Any, immediate: int) -> Completion:

@@ -23,11 +23,7 @@ from shared.errors import Bug
 from shared.ids import Incarnation, OperationId, WorkerId
 from shared.messages import Grant, Range
 from shared.transfer import ChecksumMismatch, GrantRefused, Slice, TransferEngine, TransferSettings, cuda
-from shared.transfer.cuda import CudaDevice, CudaProbe, DeviceHandle, DeviceMemory
-from shared.transfer.fabric import Fabric
-from shared.transfer.rails import Topology
-from shared.transfer.segment import DeviceSegment
-from shared.transfer.verbs import VerbsError
+from shared.transfer.cuda import CudaDevice, CudaMemory, CudaProbe, DeviceHandle
 from tests.support.eventually import eventually
 
 NBYTES = 1 << 20
@@ -38,7 +34,7 @@ class Driver:
     """What CUDA does, for CPU tensors: one GPU, ``no_opening`` says why handles cannot be opened."""
 
     def __init__(self) -> None:
-        self.memories: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
+        self.memories: weakref.WeakValueDictionary[bytes, CudaMemory] = weakref.WeakValueDictionary()
         self.opened = 0
         self.no_opening = ""
 
@@ -49,7 +45,7 @@ class Driver:
         index: Any = torch.device("cpu").index
         return CudaProbe((CudaDevice(index, "one", "uuid-1", ("uuid-1",)),))
 
-    def handle(self, memory: DeviceMemory) -> DeviceHandle:
+    def handle(self, memory: CudaMemory) -> DeviceHandle:
         name = str(id(memory)).encode()
         self.memories[name] = memory
         return DeviceHandle("uuid-1", name, memory.nbytes, 0, b"/torch_1_2_3", 0, b"event", True, 0, memory.nbytes)
@@ -68,7 +64,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(cuda, "is_cuda_tensor", found.is_cuda_tensor)
     monkeypatch.setattr(cuda, "probe", found.probe)
     monkeypatch.setattr(cuda, "open_handle", found.open_handle)
-    monkeypatch.setattr(DeviceMemory, "handle", lambda memory: found.handle(memory))
+    monkeypatch.setattr(CudaMemory, "handle", lambda memory: found.handle(memory))
     return found
 
 
@@ -141,8 +137,8 @@ async def test_from_gpu_to_gpu_nothing_passes_through_the_host(driver: Driver, m
         raise AssertionError("staged")
 
     async with opened("nvlink", "tcp") as pair:
-        monkeypatch.setattr(DeviceMemory, "to_host", fail)
-        monkeypatch.setattr(DeviceMemory, "from_host", fail)
+        monkeypatch.setattr(CudaMemory, "to_host", fail)
+        monkeypatch.setattr(CudaMemory, "from_host", fail)
         grant = pair.grant("gpu")
         for offset in (0, 10_000):
             result = await pair.push(grant, "gpu", "gpu", (offset, offset, 10_000))
@@ -225,9 +221,3 @@ async def test_unregistered_memory_is_let_go_by_both_ends(driver: Driver) -> Non
         await eventually(lambda: gc.collect() >= 0 and not driver.memories)
         assert pair.receiver.statistics().connections == 1
         await asyncio.wait_for(pair.receiver.release(OP), 5)
-
-
-def test_network_cards_are_not_given_memory_of_a_gpu(driver: Driver) -> None:
-    segment = DeviceSegment("gpu", DeviceMemory(torch.zeros(10)))
-    with pytest.raises(VerbsError, match="memory of a GPU"):
-        Fabric({"gpu": segment}, [], Topology({})).region(0, "gpu")

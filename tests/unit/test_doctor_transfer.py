@@ -13,7 +13,8 @@ from services.cli.findings import Finding
 from shared.ids import HostId, Incarnation, WorkerId
 from shared.kv import CacheSpec
 from shared.messages import Endpoint, Hello, Role
-from shared.transfer import TransferSettings, verbs
+from shared.transfer import TransferSettings, cuda, verbs
+from shared.transfer.device import CardFacts
 
 SPEC = CacheSpec(model="m", weights_digest="", tokenizer_digest="", dtype="float32", layers=1, kv_heads=1, head_dim=1,
                  block_tokens=1, max_context=1)
@@ -156,6 +157,16 @@ def test_an_address_that_is_not_this_hosts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_rdma_without_a_device(tmp_path: Path) -> None:
     finding = doctor_transfer._rdma(TransferSettings(), False, tmp_path / "none")
     assert finding.verdict == "absent" and finding.found.startswith("no device; ")
+
+
+def test_how_the_cards_get_at_each_gpus_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [CardFacts(), CardFacts(no_dma_buf="this driver exports none"), CardFacts("no libcuda", "it is not loaded")]
+    devices = tuple(cuda.CudaDevice(i, "one", f"uuid-{i}", ()) for i in range(3))
+    monkeypatch.setattr(cuda, "probe", lambda: cuda.CudaProbe(devices))
+    monkeypatch.setattr(cuda, "card_facts", lambda index: facts[index])
+    assert list(doctor_transfer._gpu_memory("")) == [
+        "memory of GPU 0 by dma-buf", "memory of GPU 1 by peer memory (no dma-buf: this driver exports none)",
+        "memory of GPU 2 staged through host memory (no dma-buf: no libcuda; no peer memory: it is not loaded)"]
 
 
 def test_rdma_tells_the_state_of_each_port(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from shared.engine import kv_pool
 from shared.engine.kv_pool import KVPool
 from shared.kv import CacheSpec
 
@@ -57,3 +60,21 @@ def test_half_precision(dtype: str, expected: torch.dtype) -> None:
     pool = KVPool(CacheSpec(**{**{name: getattr(SPEC, name) for name in SPEC.__struct_fields__}, "dtype": dtype}), 1)
     assert pool.blocks.dtype == expected
     assert pool.nbytes == pool.spec.block_bytes == SPEC.block_bytes // 2
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_callers_memory_is_pinned_for_a_gpu_if_it_may_be(code: int, monkeypatch: pytest.MonkeyPatch,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    """CUDA's runtime is stood in for: this says what it is asked, not what it does."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *arguments: Any) -> int:
+            asked.append(arguments)
+            return code
+
+    monkeypatch.setattr(kv_pool, "_cudart", Runtime)
+    memory = torch.zeros(3, dtype=torch.float32)
+    assert kv_pool._pin(memory) == (code == 0)
+    assert asked == [(memory.data_ptr(), 12, 0)]
+    assert ("action=pool_not_pinned bytes=12 cuda_error=1" in caplog.text) == (code == 1)

@@ -6,6 +6,8 @@ import array
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -131,6 +133,46 @@ def test_what_lies_at_places_is_copied_and_nothing_else_is_touched(gaps: list[tu
     copied.finish()
     copied.finish()
     assert np.array_equal(memory, wanted)
+
+
+FORKS = """
+import os, select, threading
+from shared.transfer.native import Native
+
+nbytes = 2 << 20
+part, over = Native(0.0), threading.Event()
+part.start("test")
+
+def keep_the_lock_busy():
+    source, target = bytes(nbytes), bytearray(nbytes)
+    while not over.is_set():
+        part.copy(target, source, nbytes, 1, 0)
+
+busy = threading.Thread(target=keep_the_lock_busy)
+busy.start()
+source = os.urandom(nbytes)
+for _ in range(6):
+    child = os.fork()
+    if not child:
+        target = bytearray(nbytes)
+        part.copy(target, source, nbytes, 1, 0)
+        part.close()
+        os._exit(target != source)
+    ended = select.poll()
+    ended.register(os.pidfd_open(child), select.POLLIN)
+    assert ended.poll(60_000), "the child hangs"
+    assert os.waitpid(child, 0)[1] == 0
+over.set()
+busy.join()
+part.close()
+"""
+
+
+def test_a_fork_copies_without_the_thread_it_does_not_have() -> None:
+    """Whatever that thread held of a lock when it was forked."""
+    said = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, timeout=120,
+                          check=False)
+    assert said.returncode == 0, said.stderr
 
 
 def test_a_copy_that_was_begun_leaves_others_to_themselves(part: native.Native) -> None:
@@ -268,6 +310,15 @@ def test_an_exchange_hears_an_answer_by_its_deadline_or_not_at_all(pair: Any) ->
     with pytest.raises(BlockingIOError):
         stream(left, 50.0).exchange(b"head", b"", 0, 0, bytearray(9), b"", started_s + 0.05)
     assert time.monotonic() - started_s >= 0.05
+
+
+def test_a_deadline_in_the_far_future_is_one(pair: Any) -> None:
+    left, right = pair
+    answering = threading.Thread(target=lambda: right.send(b"yes" if right.recv(99) == b"head" else b"no"))
+    answering.start()
+    room = bytearray(9)
+    assert stream(left).exchange(b"head", b"", 0, 0, room, b"", 1e12) == 3 and room[:3] == b"yes"
+    answering.join(10)
 
 
 def test_an_exchange_with_nobody_fails(pair: Any) -> None:
