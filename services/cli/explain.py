@@ -48,8 +48,7 @@ def explanation(row: RequestRow) -> RenderableType:
     ]
     if not row.decisions:
         why = ("no conductor answered" if row.code == "no_conductor" else
-               "no decision is recorded: it ended before one was made, or the catalog has no room for decisions "
-               "(run moonbus migrate)")
+               "no decision is recorded: it ended before one was made, or was before decisions were kept")
         return Group(*parts, Text(why))
     for decision in row.decisions:
         parts += ["", *_decision(decision, row)]

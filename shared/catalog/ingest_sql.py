@@ -229,24 +229,16 @@ FORGET_LATE = text("""
 """)
 """Evictions that no storing can be late for any more."""
 
-_REQUEST = (
+INSERT_REQUESTS = _upsert(
+    RequestDoneTable,
     "request gateway model spec tenant received_at outcome code finish prompt_tokens completion_tokens "
     "predicted_hit_tokens hit_tokens predicted_ttft_s ttft_s tbt_s duration_s attempts conductor prefill decode trace "
-    "stages last_key")
-
-INSERT_REQUESTS, INSERT_REQUESTS_ONLY = (_upsert(
-    RequestDoneTable, names, "ON CONFLICT DO NOTHING",
+    "stages last_key decisions",
+    "ON CONFLICT DO NOTHING",
     then="""
     INSERT INTO reuse_due (request, last_key, hit_tokens, used_at)
     SELECT request, last_key, hit_tokens, received_at + duration_s * interval '1 second' FROM fresh
-    WHERE hit_tokens > 0 AND last_key <> '' ON CONFLICT DO NOTHING""") for names in (f"{_REQUEST} decisions", _REQUEST))
-"""With what conductors decided, and without: for a schema that has no room for it yet."""
-
-HAS_DECISIONS = text("""
-    SELECT EXISTS (SELECT FROM pg_attribute
-                   WHERE attrelid = 'request_done'::regclass AND attname = 'decisions' AND NOT attisdropped)
-""")
-"""Whether :data:`INSERT_REQUESTS` will do: its column comes with a ``post`` step, at any time."""
+    WHERE hit_tokens > 0 AND last_key <> '' ON CONFLICT DO NOTHING""")
 
 COUNT_REUSE = text("""
     WITH RECURSIVE due AS (

@@ -219,11 +219,10 @@ REQUESTS = text(f"""
 """Requests, the latest first."""
 
 REQUEST = text(f"""
-    {_REQUEST}, nullif(to_jsonb(r) -> 'decisions', 'null') AS decisions
+    {_REQUEST}, r.decisions
     FROM request_done r WHERE r.request >= :low AND r.request < :high ORDER BY r.request LIMIT 2
 """)
-"""Requests with a prefix; two are enough to know that it is not unique. What was decided is taken out of the whole
-row, since its column may not be there yet."""
+"""Requests with a prefix; two are enough to know that it is not unique."""
 
 STORAGE = text("""
     SELECT date_bin(make_interval(secs => :step_s), at, '2000-01-01Z') AS at, worker, tier,

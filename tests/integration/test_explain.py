@@ -108,18 +108,6 @@ async def test_what_was_decided_comes_out_as_it_went_in(answering: Catalog, moon
     assert json.loads(out)["decisions"][0]["answer"] == json.loads(msgspec.json.encode(NO))
 
 
-async def test_a_schema_without_room_for_decisions_keeps_the_request(database: Database) -> None:
-    """The step that makes room may come after the new version runs."""
-    await upgrade_database(database, "0003")
-    catalog = Catalog(database)
-    await catalog.write([EVENTS[0]], now_s=time.time())
-    row = (await catalog.request("req-placed")).request
-    assert (row.outcome, row.decisions) == ("ok", [])
-    await upgrade_database(database)
-    await catalog.write([EVENTS[1]], now_s=time.time())
-    assert (await catalog.request("req-turned-away")).request.decisions == EVENTS[1].decisions
-
-
 async def test_what_cannot_be_told_is_one_line(answering: Catalog, moonbus: Run) -> None:
     code, out, err = await moonbus("nobody")
     assert (code, out, err.count("\n")) == (1, "", 1) and "no request's id starts with nobody" in err

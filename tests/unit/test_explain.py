@@ -98,7 +98,7 @@ def test_a_rejection_says_its_code_when_to_come_back_and_what_was_weighed(shown)
 
 def test_nothing_recorded_is_said(shown) -> None:
     assert "no conductor answered" in shown(decisions=[], outcome="rejected", code="no_conductor")
-    assert "moonbus migrate" in shown(decisions=[])
+    assert "no decision is recorded" in shown(decisions=[])
 
 
 def test_names_are_not_markup(shown) -> None:

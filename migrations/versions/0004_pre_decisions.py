@@ -1,6 +1,6 @@
 """Room for why a request ran where it did: what conductors answered, with the candidates and their terms.
 
-Store-managers of this version and of the one before write and read requests without it, so it may come at any time.
+Store-managers of the version before write and read requests without it.
 """
 
 from __future__ import annotations
