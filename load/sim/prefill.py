@@ -239,6 +239,10 @@ class PrefillNode:
         job.ready_s = self._loop.now
         hit = self.cache.pin(job.operation, job.keys[:job.reusable_blocks], now=job.ready_s) * job.block_tokens
         job.done_tokens = hit
+        job.since_s = job.ready_s
+        if job.placement is not None and job.placement.lead_s is not None:
+            left_s = self._profile.compute_s(hit, job.num_tokens)
+            job.since_s = job.arrived_s + job.placement.lead_s - self._order.lead_s(left_s)
         self._enqueue(job)
         if self._running is None:
             self._next()
@@ -247,7 +251,7 @@ class PrefillNode:
 
     def _enqueue(self, job: Job) -> None:
         remaining_s = self._profile.compute_s(job.done_tokens, job.num_tokens)
-        job.rank = self._order.rank(job.ready_s, remaining_s)
+        job.rank = self._order.rank(job.since_s, remaining_s)
         self._count += 1
         heapq.heappush(self._waiting, (job.rank, self._count, job, job.attempt))
 
@@ -267,7 +271,7 @@ class PrefillNode:
             return
         boundary_s, tokens = self._boundary()
         remaining_s = self._profile.compute_s(tokens, running.num_tokens)
-        if remaining_s > 0 and head.rank < self._order.rank(running.ready_s, remaining_s):
+        if remaining_s > 0 and head.rank < self._order.rank(running.since_s, remaining_s):
             self._switch_s = boundary_s
             self._loop.at(boundary_s, self._switch, running, self._version)
 

@@ -17,7 +17,7 @@ class Job:
         "fetch_s", "fetched_bytes", "finish_step", "finished_s", "first_s", "flow", "gap_s", "generated", "hit_tokens",
         "index", "is_pushed", "join_step", "join_sums", "joined_s", "keys", "loading_s", "num_tokens", "operation",
         "output_tokens", "own_s", "paused_s", "placement", "predicted_ttft_s", "prefilled_s", "push_version", "rank",
-        "ready_s", "request", "slots", "started_s", "worst_gap_s",
+        "ready_s", "request", "since_s", "slots", "started_s", "worst_gap_s",
     )
 
     def __init__(self, index: int, at_s: float, *, num_tokens: int, output_tokens: int, keys: Sequence[BlockKey],
@@ -45,6 +45,8 @@ class Job:
         self.operation = OperationId(f"{self.request}/{self.attempt}")
         self.placement: Placement | None = None
         self.arrived_s = self.ready_s = self.started_s = self.prefilled_s = self.joined_s = -1.0
+        self.since_s = 0.0
+        """From when on it counts in the queue of its prefill node."""
         self.rank = 0.0
         self.done_tokens = 0
         """Prompt tokens whose KV the prefill node has."""

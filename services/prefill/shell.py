@@ -265,7 +265,8 @@ class PrefillShell:
         try:
             stream.push(self._slices(job, range(reused), 0, self._block_bytes))
             self._queue.add(job.operation, total=total, done=stages.hit_tokens, now=time.monotonic(),
-                            head_start_s=message.head_start_s, keys=job.keys)
+                            head_start_s=message.head_start_s, keys=job.keys, lead_s=(
+                                None if message.lead_s is None else message.lead_s - (time.time() - job.arrived_s)))
             self._work.set()
             either: set[asyncio.Future[Any]] = {job.first_token, stream.broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -110,6 +110,11 @@ class Placement(Message, frozen=True):
     ranked_s: float = 0.0
     """Seconds of computing by which the prefill worker will rank it until it starts; 0 for the predicted ones. They
     are more where blocks are counted on that others ahead of it have yet to compute."""
+    unmade_tokens: int = 0
+    """Of ``hit_tokens``, those that others ahead of it have yet to compute: until then they count as its own."""
+    lead_s: float | None = None
+    """By how much others may come later than it to its prefill worker and go first, from the moment of the decision
+    on; ``None``: as the worker's order says. It is more where others, accepted under a bound, could not wait for it."""
     decode_candidates: list[DecodeCandidate] = []
     """Best first."""
     reuse_gain_s: float = 0.0
@@ -206,6 +211,9 @@ class PrefillJob(Message, frozen=True):
     deadline_s: float
     head_start_s: float = 0.0
     """Where prompts queue, it counts as having come so much earlier; below 0: later."""
+    lead_s: float | None = None
+    """By how much others may come later and go first, from receipt on, as its conductor counts on, the head start
+    counted in; ``None``: as the worker's order says."""
 
 
 class Accepted(Message, frozen=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.conductor.core.cluster import Worker
+from services.conductor.core.cluster import BEHIND_S, LATE_S, MARGIN_S, Worker
 from services.conductor.core.estimate import Costs
 from shared.ids import WorkerId
 
@@ -25,10 +25,6 @@ Mask = npt.NDArray[np.bool_]
 
 _FEW_WAITING = 8
 """Room for so many in each queue to begin with, the one that is computed counted in."""
-_MARGIN_S = 0.5
-"""Who would be left with less than this to spare would be late."""
-_LATE_S = 5.0
-"""Who will be later than this is late anyway."""
 _NOBODY = np.array([[math.inf], [0.0], [math.inf]])
 """A place in a queue where nobody is: rank, seconds of computing, seconds to spare."""
 _SINCE = 9
@@ -84,6 +80,8 @@ class Line:
     """What is computed before it."""
     delayed: Column
     """How many it makes wait longer."""
+    yields_s: Column | None
+    """How much later it counts as come, lest it make others late; ``None`` where nobody is due."""
 
 
 class PrefillBoard(_Board):
@@ -138,23 +136,17 @@ class PrefillBoard(_Board):
     def line(self, prefill_s: Column, now: float, *, since_s: float) -> Line:
         """Where a prompt comes that needs so many seconds of computing and counts from ``since_s`` on; as
         ``Worker.line``."""
-        ranks, lefts_s, _ = self._at(now)
+        queues = self._at(now)
         rank = self.order.ranks(since_s, prefill_s)
-        if rank.ndim > 1:
-            ranks, lefts_s = ranks[:, None], lefts_s[:, None]
+        ranks, lefts_s, spares_s = queues[:, :, None] if rank.ndim > 1 else queues
+        yields_s = None
+        if np.minimum.reduce(spares_s, axis=None) < math.inf:
+            cannot_wait = (spares_s < prefill_s + MARGIN_S) & (spares_s > -LATE_S)
+            behind = np.maximum.reduce(np.where(cannot_wait, ranks, -math.inf))
+            yields_s = np.where(behind > rank, behind + BEHIND_S - rank, 0.0)
+            rank = rank + yields_s
         goes_first = ranks <= rank
-        return Line(np.add.reduce(goes_first * lefts_s), self._count - np.add.reduce(goes_first))
-
-    def makes_late(self, prefill_s: Column, now: float, *, since_s: float) -> Mask:
-        """Where a prompt that needs so many seconds of computing would make another one late.
-
-        Predictions are not exact: who has little to spare, or is a little late, is not made to wait either. Who is
-        late anyway holds up nobody.
-        """
-        ranks, _, spares_s = self._at(now)
-        late: Mask = ((ranks > self.order.ranks(since_s, prefill_s)) & (spares_s > -_LATE_S)
-                      & (spares_s < prefill_s + _MARGIN_S)).any(axis=0)
-        return late
+        return Line(np.add.reduce(goes_first * lefts_s), self._count - np.add.reduce(goes_first), yields_s)
 
     def _at(self, now: float) -> npt.NDArray[np.float64]:
         """The queues as they are now."""

@@ -31,6 +31,15 @@ _LEAST_REMAINING = 0.1
 _REACH_S = 0.2
 """A heartbeat cannot yet count a job decided less than this before it came."""
 
+DOUBT = 0.05
+"""Share by which a queue may turn out longer than predicted, where a bound is to be kept."""
+MARGIN_S = 1.5
+"""Who would be left with less than this to spare cannot wait for others any longer."""
+LATE_S = 5.0
+"""Who will be later than this is late anyway, and may wait."""
+BEHIND_S = 0.1
+"""By so much a prompt comes after one that cannot wait: messages do not take equally long."""
+
 _RANK = attrgetter("rank")
 _FIRST = itemgetter(0)
 
@@ -38,6 +47,8 @@ _FIRST_ANSWER_TOKENS = 256.0
 """Length of an answer before any was seen."""
 _MOST_CHANGES = 4096
 """Changes of workers at hand; who asks more rarely looks at all workers."""
+_SHORT_TOKENS = 11
+"""Answers up to here have at most ten gaps."""
 _MOST_TENANTS = 10_000
 """Tenants whose answers are remembered apart; who was not heard of for longest goes first."""
 
@@ -48,6 +59,8 @@ class Answers:
     def __init__(self) -> None:
         self.tokens = _FIRST_ANSWER_TOKENS
         """Length of any answer: a smoothed mean."""
+        self.short_share = 0.0
+        """Share of answers so short that their longest tenth is one gap, the one until they join a batch; smoothed."""
         #: {tenant: (smoothed length, smoothed distance from it)}, whoever was heard of last at the end
         self._of: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -56,6 +69,7 @@ class Answers:
         usual, apart = self._of.pop(tenant, (self.tokens, 0.0))
         self._of[tenant] = (0.9 * usual + 0.1 * tokens, 0.9 * apart + 0.1 * abs(tokens - usual))
         self.tokens = 0.95 * self.tokens + 0.05 * tokens
+        self.short_share += (float(1 < tokens <= _SHORT_TOKENS) - self.short_share) / 100
         if len(self._of) > _MOST_TENANTS:
             self._of.popitem(last=False)
 
@@ -117,6 +131,8 @@ class Job:
     """Seconds of computing by which its prefill worker ranks it until it starts."""
     due_s: float = math.inf
     """When its first token is due."""
+    unmade_tokens: int = 0
+    """Of ``hit_tokens``, those that others have yet to compute, until it starts: its worker still counts them."""
     head_start_s: float = 0.0
     """In a queue it counts as placed so much earlier."""
     rank: float = 0.0
@@ -130,6 +146,11 @@ class Job:
     def computed_tokens(self) -> int:
         """Prompt tokens that have to be computed."""
         return self.num_tokens - self.hit_tokens
+
+    @property
+    def counted_tokens(self) -> int:
+        """Prompt tokens that its prefill worker counts as to be computed."""
+        return self.computed_tokens + self.unmade_tokens
 
     @property
     def since_s(self) -> float:
@@ -150,7 +171,19 @@ class Job:
 
 Waiting = tuple[float, float, float]
 """One prompt of a queue that is not being computed right now: its rank, the seconds of computing it has left, and by
-how many seconds it will be early as things are (below 0 it will be late; infinite when nothing is asked)."""
+how many seconds it will be early as things are, its queue taken a little longer than predicted (below 0 it will be
+late; infinite when nothing is asked)."""
+
+
+class Line(NamedTuple):
+    """Where a new prompt would come in the queue of a worker."""
+
+    queue_s: float
+    """What is computed before it."""
+    delayed: int
+    """How many it makes wait longer."""
+    yields_s: float
+    """How much later it counts as come, lest it make others late."""
 
 
 class Burden(NamedTuple):
@@ -246,18 +279,27 @@ class Worker:
             queue_s += max(burden.unexplained_s - (now - self.load_s), 0.0)
         return queue_s
 
-    def line(self, prefill_s: float, now: float, *, since_s: float) -> tuple[float, int]:
-        """Seconds computed before a prompt that needs so many and counts from ``since_s`` on, and how many it makes
-        wait longer."""
+    def line(self, prefill_s: float, now: float, *, since_s: float) -> Line:
+        """Where a prompt comes that needs so many seconds of computing and counts from ``since_s`` on.
+
+        Who was accepted under a bound and has too little to spare does not wait for it: it yields until it comes after
+        the last of these.
+        """
         burden, order = self.burden, self.order
+        front, front_s = burden.front, self.queue_s(now) - burden.behind_s
         rank = order.rank(since_s, prefill_s)
+        front_rank = -math.inf
+        if front is not None and order.is_preemptive:
+            front_rank = order.rank(front.since_s, front_s)
+        behind = max((other for other, _, spare_s in ((front_rank, 0.0, burden.first_spare_s), *burden.waiting)
+                      if -LATE_S < spare_s < prefill_s + MARGIN_S), default=-math.inf)
+        yields_s = behind + BEHIND_S - rank if behind > rank else 0.0
+        rank += yields_s
         ahead = bisect_right(burden.waiting, rank, key=_FIRST)
         queue_s, delayed = sum(left_s for _, left_s, _ in burden.waiting[:ahead]), len(burden.waiting) - ahead
-        front_s = self.queue_s(now) - burden.behind_s
-        front = burden.front
-        if front is None or not order.is_preemptive or order.rank(front.since_s, front_s) <= rank:
-            return queue_s + front_s, delayed
-        return queue_s, delayed + (front_s > 0)
+        if front_rank <= rank:
+            return Line(queue_s + front_s, delayed, yields_s)
+        return Line(queue_s, delayed + (front_s > 0), yields_s)
 
     def account(self, now: float) -> None:
         """Whoever was computed until now has got that much further."""
@@ -385,12 +427,13 @@ class Worker:
             first_left_s = front.left_s
             first_since_s = max(front.placed_s if front.started_s is None else front.started_s, self.turned_s)
             first_least_s = min(first_left_s, front.work_s * _LEAST_REMAINING)
-            end_s = first_since_s + first_left_s + unexplained_s
-            first_spare_s = front.due_s - end_s
+            first_s = first_left_s + unexplained_s
+            first_spare_s = front.due_s - (first_since_s + first_s)
             for job in ranked[1:]:
                 left_s = job.work_s * (1.0 - job.done_share)
+                begin_s = first_since_s + (first_s + behind_s) * (1.0 + DOUBT)
                 behind_s += left_s
-                waiting.append((job.rank, left_s, job.due_s - (end_s + behind_s)))
+                waiting.append((job.rank, left_s, job.due_s - (begin_s + left_s)))
         load = self.decode_load
         if load is None:  # then no job is in it
             batch = context_tokens = 0
@@ -461,7 +504,8 @@ class Cluster:
         job = Job(placement.request, placement.attempt, placement.prefill, placement.decode, num_tokens, max_tokens,
                   placement.hit_tokens, placement.predicted_prefill_s, now, now + placement.predicted_ttft_s,
                   ranked_s=placement.ranked_s or placement.predicted_prefill_s,
-                  due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s, head_start_s=head_start_s)
+                  due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s,
+                  unmade_tokens=placement.unmade_tokens, head_start_s=head_start_s)
         job.answer_tokens = min(max_tokens, self.answers.usual(tenant))
         if prefill is not None:
             block_bytes = prefill.hello.spec.block_bytes
@@ -472,6 +516,8 @@ class Cluster:
                 if (owner := self.workers.get(source.owner)) is not None:
                     owner.sending[job.request] = owner.sending.get(job.request, 0) + nbytes
                     owner.changed()
+            if placement.lead_s is not None:
+                job.head_start_s = prefill.order.lead_s(job.ranked_s) - placement.lead_s
             job.rank = prefill.order.rank(job.since_s, job.ranked_s)
             prefill.prefilling[job.request] = job
             prefill.changed()
@@ -523,7 +569,7 @@ class Cluster:
                 self._fetched(job)
                 if prefill is not None and job.started_s is None:
                     prefill.account(now)
-                job.started_s = now
+                job.started_s, job.unmade_tokens = now, 0
                 if prefill is not None:
                     if 0 <= progress.hit_tokens < progress.num_tokens:
                         job.hit_tokens = progress.hit_tokens
@@ -601,9 +647,9 @@ class Cluster:
         reached = [*aside, *ranked[:1], *(job for job in ranked[1:] if job.started_s is None)]
         if load.queued + load.running < len(reached):  # some are still on their way, or lost
             reached = [job for job in reached if job.placed_s < now - self._policy.settle_s]
-        ours = sum(job.computed_tokens for job in worker.prefilling.values())
+        ours = sum(job.counted_tokens for job in worker.prefilling.values())
         worker.unexplained_tokens = max(load.queued_tokens - ours, 0)
-        computed = max(sum(job.computed_tokens for job in reached) - load.queued_tokens, 0)
+        computed = max(sum(job.counted_tokens for job in reached) - load.queued_tokens, 0)
         for job in reached:  # who was put aside is as far as it was; the one that runs is as far as the rest shows
             most = job.done_share if job in aside else 1.0
             done = min(computed, round(most * job.computed_tokens))

@@ -13,8 +13,9 @@ and no ratio has to be tuned. At least the last token is always computed: reuse 
 ``(num_tokens - 1) // block_tokens`` blocks. The decode worker is the one with the shortest predicted step among those
 with room; among equals the one that holds most of the prompt already, since that much less has to be pushed to it.
 
-A request with a bound goes where it will be in time, and if it can where it makes nobody late who was accepted before;
-where no worker meets its bound it is turned away. That it may wait until its bound is no reason to turn it away.
+A request with a bound goes where it will be in time; where no worker meets its bound it is turned away. That it may
+wait until its bound is no reason to turn it away. Nobody who was accepted under a bound is made late: who has too
+little to spare does not wait for a newcomer, which comes after the last of these whatever its length (``lead_s``).
 
 Queues and costs of all workers are compared side by side (``board``); pulls, which have to be put together, only on
 workers that could win by them. As a pull gets longer, the seconds of computing it saves grow ever faster and those of
@@ -36,7 +37,7 @@ import msgspec
 import numpy as np
 
 from services.conductor.core.board import Column, DecodeBoard, Mask, PrefillBoard
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import DOUBT, Cluster, Worker
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
@@ -48,8 +49,6 @@ _MOST_PULLS = 12
 """Workers for which pulls are put together, those first that could gain most."""
 _MOST_FUTURES = 4
 """Decode workers whose batch at the end of the prefill is looked at, those first that are best now."""
-_DOUBT = 0.05
-"""Share by which a queue may turn out longer than predicted, where a bound is to be kept."""
 _BESIDE = 0.25
 """What a second of a transfer that nobody waits for counts for."""
 _KNOWN_S = 1.0
@@ -103,6 +102,8 @@ class _Option:
     """What it makes others wait longer, all together."""
     ranked_s: float
     """Seconds of computing by which it is ranked."""
+    yields_s: float = 0.0
+    """How much later it counts as come, lest it make others late."""
     transfer_s: float = 0.0
     """What the transfer takes longer than the queue."""
     sources: Sequence[Source] = ()
@@ -115,7 +116,7 @@ class _Option:
 
     def is_in_time(self, slo_s: float) -> bool:
         """Whether it is fast enough even if the queue takes longer than predicted."""
-        return self.ttft_s + _DOUBT * self.queue_s <= slo_s
+        return self.ttft_s + DOUBT * self.queue_s <= slo_s
 
     @property
     def fetched_blocks(self) -> int:
@@ -170,6 +171,8 @@ class _Field:
     """What it makes others wait longer, all together."""
     ranked_s: Column
     """Seconds of computing by which it is ranked."""
+    yields_s: Column | None
+    """How much later it counts as come, lest it make others late; ``None`` where nothing is due."""
     prefill_s: Column
     """Computing what it has not."""
     is_doubted: bool
@@ -189,7 +192,8 @@ class _Field:
     def alone(self, place: int) -> _Option:
         """Without pulls."""
         return _Option(self.board.workers[place], int(self.own[place]), float(self.queue_s[place]),
-                       float(self.prefill_s[place]), float(self.delays_s[place]), float(self.ranked_s[place]))
+                       float(self.prefill_s[place]), float(self.delays_s[place]), float(self.ranked_s[place]),
+                       0.0 if self.yields_s is None else float(self.yields_s[place]))
 
     def take(self, place: int, pull: _Option) -> float:
         """A way with pulls; answers what it costs."""
@@ -203,17 +207,10 @@ class _Field:
 
     def in_time(self, slo_s: float) -> Mask:
         """Where the best way is fast enough."""
-        in_time: Mask = self.queue_s * (1 + _DOUBT) + self.prefill_s <= slo_s
+        in_time: Mask = self.queue_s * (1 + DOUBT) + self.prefill_s <= slo_s
         for place in self.pulls:
             in_time[place] = self.best(place).is_in_time(slo_s)
         return in_time
-
-    def ranks(self) -> Column:
-        """Seconds of computing by which the best way is ranked."""
-        ranked_s = self.ranked_s.copy()
-        for place in self.pulls:
-            ranked_s[place] = self.best(place).ranked_s
-        return ranked_s
 
     def best(self, place: int) -> _Option:
         """The best way known."""
@@ -254,10 +251,6 @@ class Placer:
         ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
         in_time = None if ttft_slo_s is None else options.in_time(ttft_slo_s)
         candidates = self._candidates(options)
-        if in_time is not None and in_time.any():
-            harmless = in_time & ~options.board.makes_late(
-                options.ranks(), now, since_s=now - ask.head_start_s)
-            in_time = harmless if harmless.any() else in_time
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
         if not decode:
@@ -267,20 +260,23 @@ class Placer:
         tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
             return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates)
-        return self._placement(ask, prefill, decode, candidates)
+        return self._placement(ask, match, prefill, decode, candidates)
 
-    def _placement(self, ask: PlaceRequest, prefill: _Option, decode: Sequence[_Decode],
+    def _placement(self, ask: PlaceRequest, match: Match, prefill: _Option, decode: Sequence[_Decode],
                    candidates: list[Candidate]) -> Placement:
         hit_blocks = prefill.own_blocks + prefill.fetched_blocks
+        block_tokens = prefill.worker.hello.spec.block_tokens
+        unmade_blocks = prefill.own_blocks - match.unmade.get(prefill.worker.id, prefill.own_blocks)
         return Placement(
             request=ask.request, attempt=ask.attempt, conductor=self._conductor,
             prefill=prefill.worker.id, prefill_incarnation=prefill.worker.hello.incarnation,
             decode=decode[0].worker.id, decode_incarnation=decode[0].worker.hello.incarnation,
             own_blocks=prefill.own_blocks, sources=list(prefill.sources),
-            hit_tokens=hit_blocks * prefill.worker.hello.spec.block_tokens,
+            hit_tokens=hit_blocks * block_tokens, unmade_tokens=unmade_blocks * block_tokens,
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
             predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode[0].tbt_s, candidates=candidates,
             decode_candidates=[one.candidate() for one in decode],
+            lead_s=prefill.worker.order.lead_s(prefill.ranked_s) + prefill.yields_s - ask.head_start_s,
             ranked_s=0.0 if prefill.ranked_s == prefill.prefill_s else prefill.ranked_s)
 
     # What workers' paces are worth
@@ -331,11 +327,12 @@ class Placer:
                 ranked_s[..., place] = board.workers[place].costs.prefill_s(
                     num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
         line = board.line(ranked_s, now, since_s=now - ask.head_start_s)
-        policy, reach = self._policy, None
+        policy, reach, yields_s = self._policy, None, line.yields_s
         regard = policy.regard
         if may_pull:
             ranked_s, (prefill_s, rest_s) = ranked_s[0], prefill_s
             (queue_s, rest_queue_s), (delayed, rest_delayed) = line.queue_s, line.delayed
+            yields_s = yields_s if yields_s is None else yields_s[0]
             pull_s = board.pull_s((hits[1] - own) * board.block_bytes)
             reach = _Reach(
                 np.maximum(rest_queue_s, pull_s) + rest_s * (1.0 + regard * rest_delayed), rest_s, pull_s,
@@ -345,8 +342,8 @@ class Placer:
         is_open = None if np.maximum.reduce(queue_s) <= policy.max_queue_s else queue_s <= policy.max_queue_s
         delays_s = delayed * prefill_s
         alone_s = queue_s + prefill_s + regard * delays_s
-        return _Field(board, match, own, queue_s, delays_s, ranked_s, prefill_s, is_old is not None, alone_s, reach,
-                      is_open, regard, alone_s)
+        return _Field(board, match, own, queue_s, delays_s, ranked_s, yields_s, prefill_s, is_old is not None,
+                      alone_s, reach, is_open, regard, alone_s)
 
     def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
@@ -391,13 +388,13 @@ class Placer:
             prefill_s = doubt * costs.prefill_s(num_tokens=num_tokens, hit_tokens=end * block_tokens)
             ranked_s = prefill_s if not unmade else costs.prefill_s(
                 num_tokens=num_tokens, hit_tokens=(end - unmade) * block_tokens)
-            queue_s, delayed = worker.line(ranked_s, now, since_s=now - ask.head_start_s)
+            queue_s, delayed, yields_s = worker.line(ranked_s, now, since_s=now - ask.head_start_s)
             if alone_s - prefill_s < _price_s(transfer_s, queue_s) * policy.fetch_gain:
                 continue
             cost_s = max(queue_s, transfer_s) + prefill_s * (1.0 + options.regard * delayed)
             if cost_s < best_s:
                 best_s = cost_s
-                best = _Option(worker, own, queue_s, prefill_s, delayed * prefill_s, ranked_s,
+                best = _Option(worker, own, queue_s, prefill_s, delayed * prefill_s, ranked_s, yields_s,
                                max(transfer_s - queue_s, 0.0), tuple(sources))
         return best
 

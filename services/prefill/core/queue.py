@@ -67,10 +67,13 @@ class PrefillQueue:
         return sum(prompt.remain_len for prompt in self._prompts.values())
 
     def add(self, operation: OperationId, *, total: int, done: int, now: float, head_start_s: float = 0.0,
-            keys: Sequence[BlockKey] = ()) -> None:
+            lead_s: float | None = None, keys: Sequence[BlockKey] = ()) -> None:
         """A prompt is ready to be computed from token ``done`` (a block boundary) on; it counts as ready since
-        ``head_start_s`` before ``now``. ``keys`` are those of its full blocks."""
+        ``head_start_s`` before ``now``, or so that others go first that come up to ``lead_s`` later. ``keys`` are those
+        of its full blocks."""
         prompt = self._prompts[operation] = Prompt(operation, total, done, now - head_start_s, keys)
+        if lead_s is not None:
+            prompt.since_s = now + lead_s - self._order.lead_s(self._left_s(prompt))
         self._place(prompt)
 
     def reuse(self, operation: OperationId, done: int) -> None:
@@ -121,10 +124,12 @@ class PrefillQueue:
             self._place(prompt)
 
     def _place(self, prompt: Prompt) -> None:
+        prompt.rank = self._order.rank(prompt.since_s, self._left_s(prompt))
+
+    def _left_s(self, prompt: Prompt) -> float:
         profile = self._profile
-        left_s = prompt.remain_len * (
+        return prompt.remain_len * (
             profile.prefill_per_token_s + profile.prefill_per_token2_s * (prompt.total + prompt.done))
-        prompt.rank = self._order.rank(prompt.since_s, left_s)
 
 
 def _rank(prompt: Prompt) -> float:

@@ -35,7 +35,8 @@ def busy_town(seed: int) -> tuple[Playbook, list[Worker], list[Worker]]:
     for i in range(60):
         match rng.randrange(6):
             case 0 | 1 | 2:
-                found = answer(play, ask(f"r{i}", chain("doc", 8), tokens=rng.randint(520, 4000), max_tokens=20))
+                found = answer(play, ask(f"r{i}", chain("doc", 8), tokens=rng.randint(520, 4000), max_tokens=20,
+                                         ttft_slo_s=rng.choice((None, 5.0, 30.0))))
                 if isinstance(found, Placement):
                     running.append((f"r{i}", found))
             case 3 if running:
@@ -67,8 +68,9 @@ def test_boards_say_what_the_workers_do(seed: int) -> None:
     assert board.queue_s(now) == pytest.approx([worker.queue_s(now) for worker in prefill])
     for prefill_s, head_start_s in ((0.0, 0.0), (0.1, 0.0), (0.7, 5.0), (3.0, -5.0), (50.0, 0.0)):
         line = board.line(np.full(5, prefill_s), now, since_s=now - head_start_s)
-        for worker, queue_s, delayed in zip(prefill, line.queue_s, line.delayed, strict=True):
-            assert (queue_s, delayed) == pytest.approx(worker.line(prefill_s, now, since_s=now - head_start_s))
+        yields_s = np.zeros(5) if line.yields_s is None else line.yields_s
+        for worker, *found in zip(prefill, line.queue_s, line.delayed, yields_s, strict=True):
+            assert found == pytest.approx(worker.line(prefill_s, now, since_s=now - head_start_s))
     assert board.prefill_s(3000, own) == pytest.approx([
         worker.costs.prefill_s(num_tokens=3000, hit_tokens=int(hit)) for worker, hit in zip(prefill, own, strict=True)])
     for worker, least_s in zip(prefill, board.pull_s(np.full(5, 1e6)), strict=True):

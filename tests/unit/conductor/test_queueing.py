@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.conductor.core.cluster import Worker
+from services.conductor.core.cluster import BEHIND_S, Worker
 from services.conductor.core.machine import Conductor
 from shared.ids import WorkerId
 from shared.messages import Placement, Profile, Rejection
@@ -154,6 +154,19 @@ def test_a_heartbeat_says_how_far_the_one_is_that_runs() -> None:
     worker(play).check_invariants()
 
 
+def test_a_heartbeat_counts_the_blocks_a_sibling_is_waiting_for() -> None:
+    doc = chain("doc", 8)
+    play = one_and_one()
+    answer(play, ask("r1", doc))
+    sibling = answer(play, ask("r2", doc))
+    assert sibling.unmade_tokens == sibling.hit_tokens == 512
+    started(play, "r1", 544)
+    play >> after(0.3)
+    play >> load("p1", running=1, queued=1, queued_tokens=544 - 290 + 544)
+    assert worker(play).unexplained_tokens == 0
+    assert worker(play).queue_s(play.now) == pytest.approx(0.554 - 0.295 + 0.042, abs=0.01)
+
+
 def test_a_replica_counts_a_decision_as_the_one_that_made_it() -> None:
     doc = chain("doc", 8)
     play, other = one_and_one(), stage(hello("p1"), hello("d1", "decode", max_running=50),
@@ -179,24 +192,32 @@ class TestBounds:
         assert isinstance(rejection, Rejection)
         assert (rejection.code, rejection.retry_after_s) == ("ttft", pytest.approx(11.0 - 10.5))
 
-    def test_nobody_is_made_late_who_was_accepted_where_that_can_be_avoided(self) -> None:
-        play = stage(hello("p1"), hello("p2"), hello("d1", "decode", max_running=50), order=ORDER)
-        place(play, "front", 990, exclude=[WorkerId("p2")])
-        place(play, "tight", 1990, exclude=[WorkerId("p2")], ttft_slo_s=3.6)  # will be there after 3 s
-        for i in range(3):
-            place(play, f"r{i}", 4990, exclude=[WorkerId("p1")])
-        assert place(play, "bold", 190).prefill == "p1", "there it delays fewer"
-        play >> progress("bold", "p1", "failed")
-        assert place(play, "polite", 190, ttft_slo_s=30.0).prefill == "p2"
-        assert place(play, "tiny", 40, ttft_slo_s=30.0).prefill == "p1", "half a second stays to spare"
+    def test_who_cannot_wait_is_not_made_to(self) -> None:
+        play = one_and_one()
+        place(play, "front", 990)
+        place(play, "tight", 1990, ttft_slo_s=4.7)  # after 3 s, or 3.05 should its queue take longer than thought
+        short = place(play, "short", 190)
+        assert short.predicted_queue_s == pytest.approx(3.0), "1.65 s to spare are less than 0.2 s and the margin"
+        assert short.lead_s == pytest.approx(20.0 + BEHIND_S), "just behind the tight one"
+        assert place(play, "tiny", 90).predicted_queue_s == 0.0, "0.1 s can be waited for"
+        assert worker(play).burden.waiting[1][2] == pytest.approx(1.65 - 0.1 * 1.05)
 
     def test_nor_the_one_that_would_make_way(self) -> None:
+        play = one_and_one()
+        place(play, "tight", 1990, ttft_slo_s=2.1)
+        assert place(play, "r", 190).predicted_queue_s == pytest.approx(2.0)
+
+    def test_a_worker_where_nobody_is_in_the_way_is_better(self) -> None:
         play = stage(hello("p1"), hello("p2"), hello("d1", "decode", max_running=50), order=ORDER)
         place(play, "tight", 1990, exclude=[WorkerId("p2")], ttft_slo_s=2.1)
-        for i in range(2):
-            place(play, f"r{i}", 4990, exclude=[WorkerId("p1")])
-        assert place(play, "polite", 190, ttft_slo_s=30.0).prefill == "p2"
-        assert place(play, "alone", 190, ttft_slo_s=30.0, exclude=[WorkerId("p2")]).prefill == "p1"
+        place(play, "long", 4990, exclude=[WorkerId("p1")])
+        assert place(play, "r", 190).prefill == "p2"
+
+    def test_who_would_be_late_behind_them_is_turned_away(self) -> None:
+        play = one_and_one()
+        place(play, "tight", 1990, ttft_slo_s=2.1)
+        rejection = answer(play, ask("r", [], tokens=190, ttft_slo_s=2.0))
+        assert isinstance(rejection, Rejection) and rejection.code == "ttft"
 
     def test_who_is_late_anyway_holds_up_nobody(self) -> None:
         play = one_and_one()

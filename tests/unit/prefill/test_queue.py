@@ -64,6 +64,18 @@ def test_a_head_start_counts_as_having_waited() -> None:
     assert queue.plan()[0].operation == "usual", "20 + 4 is more than 0 + 16"
 
 
+def test_a_conductor_says_by_how_much_others_may_come_later() -> None:
+    queue = queue_of(Order(stretch=1.0), chunk_tokens=4)
+    queue.add(OperationId("usual"), total=16, done=0, now=0.0)
+    queue.add(OperationId("yields"), total=4, done=0, now=1.0, head_start_s=100.0, lead_s=15.5)
+    assert queue.plan()[0].operation == "usual", "1 + 15.5 is more than 0 + 16"
+    queue.advance(queue.plan()[0])
+    queue.add(OperationId("hurries"), total=40, done=0, now=2.0, lead_s=9.0)
+    assert queue.plan()[0].operation == "hurries", "2 + 9 is less than 0 + 12"
+    queue.advance(queue.plan()[0])
+    assert queue.plan()[0].operation == "hurries", "and what is computed sets nobody back"
+
+
 def test_a_removed_prompt_is_forgotten_even_while_computed() -> None:
     queue = queue_of(FCFS, chunk_tokens=4, block_tokens=4)
     queue.add(OperationId("a"), total=8, done=0, now=0.0)
