@@ -22,6 +22,8 @@ from shared.units import format_bytes, format_seconds, parse_bytes, parse_second
 AGAIN_S = 10.0
 """How long a question is asked again while no store-manager answers: one may just be taking over from another."""
 _LOOK_S = 0.25
+_UNSEEN = ("have no room in the map of who holds what; raise MOONBUS_STORE_MANAGER_MAP_BLOCKS, _MAP_COPIES or "
+           "_MAP_BYTES")
 _GRACE_S = 30.0
 """How long after its timeout a drain that has not ended is still waited for."""
 _OVER = ("done", "failed", "cancelled")
@@ -125,8 +127,7 @@ def replicas(nats_url: str | None, data_dir: str | None, *, limit: int, hot: boo
                         escape(decision.why))
     console.print(decided)
     if reply.unseen:
-        console.print(f"{reply.unseen:,} blocks did not fit in the replica map; raise "
-                      "MOONBUS_STORE_MANAGER_MAP_BLOCKS, _MAP_COPIES or _MAP_BYTES")
+        console.print(f"{reply.unseen:,} cold blocks {_UNSEEN}")
 
 
 def _require(tenant: str) -> None:
@@ -140,6 +141,8 @@ def _show_quotas(reply: QuotaReply) -> None:
         table.add_row(escape(row.tenant), format_bytes(row.quota), format_bytes(row.used),
                       f"{row.used / row.quota:.0%}" if row.quota else "")
     console.print(table if reply.quotas else "no tenant has a quota")
+    if reply.quotas and reply.unseen:
+        console.print(f"used is without {reply.unseen:,} blocks that {_UNSEEN}")
 
 
 async def _once(common: CommonSettings, address: Address, question: Any) -> Any:

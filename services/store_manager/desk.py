@@ -174,7 +174,7 @@ class Desk:
         except (BusError, ValueError) as error:
             return Failure(message=str(error))
         return QuotaReply(quotas=[QuotaRow(tenant=tenant, quota=quota, used=self._planner.picture.usage(tenant))
-                                  for tenant, quota in orders.quotas.items()])
+                                  for tenant, quota in orders.quotas.items()], unseen=self._planner.picture.unseen())
 
     def _least_block(self) -> int:
         """Bytes of the smallest block that a worker here keeps; 0 when there is none."""

@@ -41,7 +41,7 @@ class Settings(CatalogSettings, frozen=True, kw_only=True):
         gt=0, extra=SECONDS)] = 60.0
     lease_s: Annotated[float, Meta(
         description="Silence of the leading store-manager after which another one leads.", ge=0.5, extra=SECONDS)] = 2.5
-    map_blocks: Annotated[int, Meta(description="Blocks of the replica map; further ones are not planned for.", ge=1)] = 2_000_000
+    map_blocks: Annotated[int, Meta(description="Blocks of the replica map; of further ones those that were there first, and cold, are not planned for.", ge=1)] = 2_000_000
     map_copies: Annotated[int, Meta(description="Pairs of worker and block of the replica map.", ge=1)] = 8_000_000
     map_bytes: Annotated[int, Meta(description="Memory the replica map may take.", gt=0, extra=BYTES)] = 2 << 30
     half_life_s: Annotated[float, Meta(description="Time after which a use of a block counts half.", gt=0, extra=SECONDS)] = 300.0

@@ -166,6 +166,9 @@ class QuotaReply(Message, frozen=True):
     """Every tenant with a quota."""
 
     quotas: list[QuotaRow]
+    unseen: int = 0
+    """Blocks, each once a worker and tier, for which the map of who holds what has no room: ``used`` is without
+    them."""
 
 
 class CopiesQuery(Message, frozen=True):
@@ -235,7 +238,7 @@ class CopiesReply(Message, frozen=True):
     blocks: int
     copies: int
     unseen: int
-    """Blocks that the full map did not take."""
+    """Blocks, each once a worker and tier, for which the map has no room."""
     answered_by: str
     leader: str
     term: int

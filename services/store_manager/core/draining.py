@@ -30,6 +30,10 @@ class Draining:
     scanning: bool = True
     is_unsure: bool = False
     """What the worker holds was not all known since the scan began: it is to begin anew."""
+    has_asked: bool = False
+    """The worker was asked for those of its blocks that had no room in the map."""
+    unseen: int = 0
+    """Blocks of the worker that had no room in the map even so."""
     #: blocks that have no other copy, and are neither copied nor given up
     last: set[BlockKey] = field(default_factory=set)
     #: ends of chains of such blocks, hottest first: when all of these have a copy, all of ``last`` have
@@ -93,9 +97,11 @@ class Draining:
     def report(self, state: DrainState | None = None, why: str = "") -> Drain:
         """As people see it."""
         now: DrainState = state or ("retiring" if self.retiring else "copying")
-        if not why and self.given_up:
-            reasons = Counter(self.given_up.values())
+        reasons = Counter(self.given_up.values())
+        if self.unseen:
+            reasons["the map of who holds what has no room, see MOONBUS_STORE_MANAGER_MAP_BLOCKS"] += self.unseen
+        if not why and reasons:
             why = "; ".join(f"{count} stay behind: {reason}" for reason, count in sorted(reasons.items()))
         return msgspec.structs.replace(
-            self.order, state=now, blocks=self.blocks, copied=self.copied, left=len(self.given_up),
+            self.order, state=now, blocks=self.blocks, copied=self.copied, left=reasons.total(),
             nbytes=self.nbytes, why=why)

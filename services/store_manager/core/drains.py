@@ -144,6 +144,9 @@ class Drains:
             self._end(draining, "failed", now, f"time is over; {left} of {draining.blocks} blocks have no other "
                             "copy yet, and the worker keeps what it has")
             return
+        if not draining.has_asked:  # what had no room in the map is to be known now, others' cold blocks go for it
+            draining.has_asked = True
+            self._picture.relearn(worker, out, now=now)
         if not self._picture.knows(worker):  # blocks that are not known would go without having been copied
             draining.is_unsure = True
         elif draining.is_unsure and not draining.retire_asked:
@@ -172,6 +175,7 @@ class Drains:
                     and not (self._picture.map.mask(key) | promised.get(key, 0)) & others):
                 draining.found_last(key)
         if not keys:
+            draining.unseen = self._picture.map.unseen_of(draining.order.worker)
             draining.end_scan(lambda key: place.parent if (place := self._picture.map.get(key)) is not None else None,
                               lambda key: self._picture.heat.of(key, now=now))
             if not draining.todo:

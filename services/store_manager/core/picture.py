@@ -65,8 +65,9 @@ class Picture:
         self.membership = Membership(policy.suspect_after_s, policy.dead_after_s)
         self.fleet = Fleet(policy, self.membership)
         self.map = ReplicaMap(max_blocks=policy.max_blocks, max_copies=policy.max_copies,
-                              max_bytes=policy.max_map_bytes, ours=MADE_FOR)
+                              max_bytes=policy.max_map_bytes, ours=MADE_FOR, is_kept=self._is_kept)
         self.heat = Heat(policy.half_life_s, policy.max_heat_keys, policy.hot_uses)
+        self._now_s = 0.0
         self.started_s = math.inf
         self.leaving: set[WorkerId] = set()
         """Workers that are drained by order; kept by whoever drains them."""
@@ -82,6 +83,7 @@ class Picture:
 
     def hear(self, event: Any, out: list[Effect], *, now: float) -> bool:
         """Takes in ``event`` if it tells something of the cluster; whether it did."""
+        self._now_s = now
         match event:
             case Stored() | Evicted():
                 self._act(self._feed.offer(event, now), out)
@@ -115,13 +117,12 @@ class Picture:
 
     def advance(self, out: list[Effect], *, now: float) -> None:
         """What is due at ``now``: silences, holes, and the next step of what waits to be taken in."""
+        self._now_s = now
         if now >= self._tick_s:
             self._follow(self.membership.tick(now=now), out, now)
             self._tick_s = self.membership.next_wake(now=now)
             for worker in self.map.incomplete():
-                member = self.membership.get(worker)
-                if member is not None and worker not in self._filling:
-                    self._act(self._feed.joined(worker, member.hello.incarnation, now), out)
+                self.relearn(worker, out, now=now)
         if (due_s := self._feed.next_wake()) is not None and due_s <= now:
             self._act(self._feed.tick(now), out)
         self._take_in()
@@ -156,6 +157,12 @@ class Picture:
         """Whether the map has all that the worker told of its blocks: it is not being told, or taken in, anew."""
         return worker not in self._filling and self._feed.is_converged(worker)
 
+    def relearn(self, worker: WorkerId, out: list[Effect], *, now: float) -> None:
+        """Asks the worker for all that it holds, if some of it had no room in the map."""
+        incarnation = self.life(worker)
+        if incarnation is not None and self.map.unseen_of(worker) and worker not in self._filling:
+            self._act(self._feed.joined(worker, incarnation, now), out)
+
     def is_leaving(self, worker: WorkerId) -> bool:
         """Whether its copies will be gone soon: it is drained, by order or by its own word."""
         member = self.membership.get(worker)
@@ -186,11 +193,20 @@ class Picture:
         """Who is not dead, in order of name."""
         return sorted(self.fleet.peers)
 
+    def unseen(self) -> int:
+        """Blocks of all workers, each once a tier, that the map has no room for."""
+        return sum(map(self.map.unseen_of, self.fleet.peers))
+
     def usage(self, tenant: str) -> int:
         """Bytes of a tenant's blocks, over all workers and tiers."""
         return sum(self.map.usage(worker, tenant) for worker in self.fleet.peers)
 
     # Inside.
+
+    def _is_kept(self, key: BlockKey) -> bool:
+        """Whether others go from a full map before it: it is warm, or has to be copied out."""
+        return (self._policy.is_warm(self.heat.of(key, now=self._now_s))
+                or any(self.map.holds(worker, key) for worker in self.leaving))
 
     def _use(self, placed: Placed, now: float) -> None:
         """A request was placed: its whole prompt is used once. Another attempt is no other use.

@@ -188,7 +188,7 @@ class Planner:
                       suspended_s=max(0.0, peer.suspended_until_s - now))
             for worker, peer in sorted(peers.items())]
         return CopiesReply(hot=hot, workers=workers, decisions=self._notes.latest(now)[:limit], blocks=len(picture.map),
-                           copies=picture.map.copies, unseen=picture.map.unseen_blocks, answered_by=self._name,
+                           copies=picture.map.copies, unseen=picture.unseen(), answered_by=self._name,
                            leader=leader, term=self._term)
 
     # Leading.

@@ -7,9 +7,10 @@ Every worker has a *slot* of three bits in an integer, one a tier in which it ho
 block are one integer, and "who holds all of this path" is the AND over its blocks. Copies made at our own request are
 known by the request that their news names, so that a new leader knows them too.
 
-**Bounds.** Blocks, copies and the memory they take are bounded. When the map is full, new blocks are not taken, and
-counted as *unseen*: an unseen block is not replicated, protected, trimmed or counted for quotas, and serving does not
-notice. A worker with unseen blocks is told by :meth:`ReplicaMap.incomplete` once there is room again: ask it anew.
+**Bounds.** Blocks, copies and the memory they take are bounded. When the map is full, blocks that came first go for new
+ones, but for those that ``is_kept`` (warm ones); what goes, or is not taken since nothing may go, is *unseen*: counted
+at each of its holders, not replicated, protected, trimmed or counted for quotas, and serving does not notice. A worker
+with unseen blocks is told by :meth:`ReplicaMap.incomplete` once there is room again: ask it anew.
 
 **A worker leaves** at once for whoever asks: its slot is masked out. Its keys are taken apart later, ``sweep`` by
 ``sweep``, so that a death of a worker with millions of blocks never holds up the loop; the slot is used again when
@@ -18,8 +19,9 @@ that is done. Nothing ever walks other workers' blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shared.errors import Bug
 from shared.ids import BlockKey, WorkerId
@@ -29,6 +31,8 @@ from shared.messages import StoredBlock
 _SLOT_BITS = 3
 _TIER_BIT = {Tier.DEVICE: 1, Tier.DRAM: 2, Tier.SSD: 4}
 _HELD = 0b111
+_LOOKED_AT = 1_024
+"""Blocks looked at, at a time, for some that may go."""
 _MOST_TENANTS = 65_536
 """Names of tenants kept once each; with more, the table of names begins anew."""
 
@@ -69,15 +73,19 @@ class _Held:
     #: {tenant: bytes over all tiers}; no zeros
     tenants: dict[str, int] = field(default_factory=dict)
     unseen: int = 0
-    """Blocks not taken because the map was full."""
+    """Blocks, each once a tier, that it holds and that the map had no room for."""
 
 
 class ReplicaMap:
     """See the module. All operations are idempotent."""
 
-    def __init__(self, *, max_blocks: int, max_copies: int, max_bytes: int, ours: str) -> None:
+    def __init__(self, *, max_blocks: int, max_copies: int, max_bytes: int, ours: str,
+                 is_kept: Callable[[BlockKey], bool] = lambda key: False) -> None:
         self._max_blocks, self._max_copies, self._max_bytes, self._ours = max_blocks, max_copies, max_bytes, ours
-        #: {key: its place}; never one without holders
+        self._is_kept = is_kept
+        self._futile = 0
+        """So many blocks are not taken before it is looked again for some that may go."""
+        #: {key: its place}; never one without holders; in the order in which they came, or were kept
         self._places: dict[BlockKey, Place] = {}
         self._held: dict[WorkerId, _Held] = {}
         #: {slot: whose it is}; None when free
@@ -93,7 +101,7 @@ class ReplicaMap:
         self._tenants: dict[str, str] = {}
         """One string object a tenant, not one a block."""
         self.unseen_blocks = 0
-        """Blocks not taken, ever."""
+        """Blocks not taken, or gone for others, ever."""
 
     # Reading.
 
@@ -113,9 +121,15 @@ class ReplicaMap:
 
     @property
     def is_full(self) -> bool:
-        """No new block is taken."""
+        """A new block is taken only for another one."""
         return (len(self._places) >= self._max_blocks or self._copies >= self._max_copies
                 or self.nbytes + BLOCK_BYTES + COPY_BYTES > self._max_bytes)
+
+    def _has_room(self, place: Place | None) -> bool:
+        """For one more copy: of the block at ``place``, or of a new one."""
+        if place is None:
+            return not self.is_full
+        return self._copies < self._max_copies and self.nbytes + COPY_BYTES <= self._max_bytes
 
     def get(self, key: BlockKey) -> Place | None:
         """The block's place; ``None`` when no live worker holds it."""
@@ -221,6 +235,10 @@ class ReplicaMap:
         """The worker's copies that were made at our request; good until the next change."""
         return self._held[worker].ours if worker in self._held else ()
 
+    def unseen_of(self, worker: WorkerId) -> int:
+        """How many blocks the worker holds, each once a tier, of which nothing is known here."""
+        return self._held[worker].unseen if worker in self._held else 0
+
     def usage(self, worker: WorkerId, tenant: str) -> int:
         """Bytes of a tenant's blocks on the worker, over all tiers."""
         return self._held[worker].tenants.get(tenant, 0) if worker in self._held else 0
@@ -241,10 +259,11 @@ class ReplicaMap:
             key = block.key
             place = self._places.get(key)
             if key not in held.keys:
-                if self.is_full:
+                if not self._has_room(place) and not self._make_room():
                     held.unseen += 1
                     self.unseen_blocks += 1
                     continue
+                place = self._places.get(key)  # it may have gone for itself
                 if place is None:
                     place = self._places[key] = Place(block, self._tenant(block.tenant))
                 held.keys[key] = None
@@ -265,6 +284,7 @@ class ReplicaMap:
         shift, bit = held.slot * _SLOT_BITS, _TIER_BIT[tier]
         for key in keys:
             if key not in held.keys:
+                held.unseen = max(0, held.unseen - 1)
                 continue
             place = self._places[key]
             if place.holders >> shift & bit:
@@ -341,6 +361,35 @@ class ReplicaMap:
         if len(self._tenants) >= _MOST_TENANTS:
             self._tenants.clear()
         return self._tenants.setdefault(name, name)
+
+    def _make_room(self) -> bool:
+        """Looks at the next blocks in order of coming for such that may go; whether there is room now."""
+        if self._futile:
+            self._futile -= 1
+            return False
+        most = max(1, len(self._places) // 64)
+        for key in list(islice(self._places, _LOOKED_AT)):
+            place = self._places[key]
+            if place.holders & ~self._live or self._is_kept(key):
+                self._places[key] = self._places.pop(key)  # to the end: others are looked at next
+            else:
+                self._forget(key, place)
+                most -= 1
+                if not most:
+                    break
+        if self.is_full:
+            self._futile = _LOOKED_AT
+        return not self.is_full
+
+    def _forget(self, key: BlockKey, place: Place) -> None:
+        """The block is unseen from now on, at all that hold it."""
+        for worker in self.named(place.holders):
+            held = self._held[worker]
+            tiers = (place.holders >> held.slot * _SLOT_BITS & _HELD).bit_count()
+            held.unseen += tiers
+            self.unseen_blocks += tiers
+            self._count(held, place, -tiers * place.nbytes)
+            self._drop(held, key, place)
 
     def _drop(self, held: _Held, key: BlockKey, place: Place) -> None:
         shift = held.slot * _SLOT_BITS

@@ -565,3 +565,25 @@ def test_the_lease_is_a_level() -> None:
     assert cluster.planner.leads(cluster.now)
     cluster.feed(Led(1, cluster.now - 1.0))
     assert not cluster.planner.leads(cluster.now)
+
+
+def test_a_drain_asks_for_what_had_no_room_in_the_map_and_says_what_has_none_even_so() -> None:
+    a, b = Worker("a", capacity=200), Worker("b", host="h2", capacity=500)
+    cluster = cluster_of(a, b, policy=replace(POLICY, max_blocks=60))
+    cluster.store(a, chain("first", 40))
+    cluster.store(b, chain("other", 50))
+    assert cluster.planner.picture.map.unseen_of(a.id) > 0, "b's, which came later, are known"
+    cluster.drain(a)
+    cluster.run(20.0)
+    report = cluster.drained(a)
+    assert (report.state, report.left) == ("done", 0), report.why
+    assert {block.key for block in chain("first", 40)} <= set(b.held)
+
+    a, b = Worker("a", capacity=200), Worker("b", host="h2", capacity=500)
+    cluster = cluster_of(a, b, policy=replace(POLICY, max_blocks=60))
+    cluster.store(a, chain("too long", 100))
+    cluster.drain(a)
+    cluster.run(20.0)
+    report = cluster.drained(a)
+    assert report.state == "done" and report.left == 100 - report.copied > 0
+    assert "has no room" in report.why

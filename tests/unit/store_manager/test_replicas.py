@@ -204,3 +204,44 @@ def test_order_of_heat_is_within_an_eighth_of_a_doubling() -> None:
     found = [heats[key] for key in ordered]
     assert sorted(found) == sorted(heats.values())
     assert all(later < earlier * 2 ** 0.125 for earlier, later in itertools.pairwise(found))
+
+
+def test_a_full_map_gives_up_what_came_first_and_may_go() -> None:
+    kept = {block.key for block in chain("warm", 3)}
+    known = ReplicaMap(max_blocks=10, max_copies=100, max_bytes=1 << 30, ours="m", is_kept=kept.__contains__)
+    known.store(A, chain("warm", 3))
+    known.store(A, chain("old", 4))
+    known.store(B, chain("old", 4))
+    known.store(A, chain("new", 6))
+    known.check_invariants()
+    assert all(known.holds(A, block.key) for block in [*chain("warm", 3), *chain("new", 6)])
+    assert known.unseen_of(A) + known.unseen_of(B) == known.unseen_blocks >= 6, "a block of two holders counts twice"
+    assert known.get(chain("old", 4)[0].key) is None
+    assert known.usage(B, "acme") == chain("old", 1)[0].nbytes, "the last of the old ones had not to go"
+    known.evict(B, [block.key for block in chain("old", 4)], Tier.DRAM)
+    assert known.unseen_of(B) == 0, "what was unseen is gone"
+    full = ReplicaMap(max_blocks=3, max_copies=100, max_bytes=1 << 30, ours="m", is_kept=lambda key: True)
+    full.store(A, chain("warm", 9))
+    full.check_invariants()
+    assert (len(full), full.unseen_of(A)) == (3, 6), "nothing may go"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("se"), st.sampled_from([A, B, C]), st.integers(0, 5), st.integers(1, 6))),
+       st.sets(st.integers(0, 5)))
+def test_a_full_map_stays_whole_and_counts_what_it_does_not_know(
+        steps: list[tuple[str, WorkerId, int, int]], warm: set[int]) -> None:
+    kept = {block.key for n in warm for block in chain(f"c{n}", 6)}
+    known = ReplicaMap(max_blocks=8, max_copies=12, max_bytes=1 << 30, ours="m", is_kept=kept.__contains__)
+    held: dict[WorkerId, set[BlockKey]] = {A: set(), B: set(), C: set()}
+    for what, worker, n, length in steps:
+        blocks = [block for block in chain(f"c{n}", length) if (block.key in held[worker]) == (what == "e")]
+        if what == "s":
+            known.store(worker, blocks)
+            held[worker] |= {block.key for block in blocks}
+        else:
+            known.evict(worker, [block.key for block in blocks], Tier.DRAM)
+            held[worker] -= {block.key for block in blocks}
+        known.check_invariants()
+        for holder, keys in held.items():
+            assert known.blocks_of(holder) + known.unseen_of(holder) == len(keys)
