@@ -50,13 +50,13 @@ class Held:
 
         def slow(segment: Segment, offset: int, data: Any) -> None:
             self.entered.set()
-            assert self.go.wait(10)
+            assert self.go.wait(60)
             write(segment, offset, data)
 
         monkeypatch.setattr(Segment, "write", slow)
 
     async def reached(self) -> None:
-        assert await asyncio.to_thread(self.entered.wait, 10)
+        assert await asyncio.to_thread(self.entered.wait, 60)
 
 
 @pytest.fixture
@@ -75,6 +75,12 @@ def stranger(address: str, host: str = "far") -> Endpoint:
 # -- streams ----------------------------------------------------------------------------------------------------
 
 
+async def turns() -> None:
+    """Whatever the loop has to do by now it has done when this returns."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("path", ["copy", "shm"])
 async def test_a_stream_stops_only_once_nothing_is_on_its_way_however_often_it_is_cancelled(path: str,
                                                                                            held: Held) -> None:
@@ -84,9 +90,9 @@ async def test_a_stream_stops_only_once_nothing_is_on_its_way_however_often_it_i
         await held.reached()
         stop = asyncio.create_task(stream.stop())
         for _ in range(3):
-            await asyncio.sleep(0.01)
+            await turns()
             stop.cancel()
-        await asyncio.sleep(0.01)
+        await turns()
         assert not stop.done(), "the receiver reads the source still"
         held.go.set()
         with pytest.raises(asyncio.CancelledError):
@@ -187,7 +193,10 @@ def test_what_is_copied_after_a_blocking_push_ran_out_of_time_does_not_count(hel
 
 async def test_a_push_waits_for_what_is_on_its_way_when_no_more_threads_can_be_had(
         held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[ShmLane] = []
+
     def exhausted(lane: ShmLane, opened: Callable[..., None]) -> None:
+        attempts.append(lane)
         raise RuntimeError("can't start new thread")
 
     async with opened("shm", nbytes=BIG, checksums="off") as pair:
@@ -198,7 +207,8 @@ async def test_a_push_waits_for_what_is_on_its_way_when_no_more_threads_can_be_h
         monkeypatch.setattr(ShmLane, "start", exhausted)
         push = pair.sender.push(pair.receiver.endpoint, [Slice("kv", 0, of(0, BIG))], grant)
         await held.reached()
-        await asyncio.sleep(0.05)
+        await eventually(lambda: attempts)  # another connection was wanted
+        await turns()
         assert not push.done
         held.go.set()
         result = await push
@@ -418,9 +428,15 @@ def test_a_blocking_engine_keeps_no_connections_to_peers_that_went_away() -> Non
 
 
 async def test_a_dying_watch_would_be_heard_of_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[None] = []
+
+    def broken() -> None:
+        looks.append(None)
+        raise ZeroDivisionError
+
     async with opened("tcp") as pair:
-        monkeypatch.setattr(pair.receiver.router, "tidy", lambda: 1 / 0)
-        await asyncio.sleep(0.25)
+        monkeypatch.setattr(pair.receiver.router, "tidy", broken)
+        await eventually(lambda: len(looks) > 1)
         with raw_sender(pair, "tcp") as raw:
             raw.begin(pair.grant((0, 1000)), 1000, timeout_ms=50)
             await asyncio.wait_for(pair.receiver.release(OP), 5)
