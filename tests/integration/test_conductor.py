@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from opentelemetry import context as trace_context
 
+from services import cli
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import (
@@ -320,6 +321,29 @@ async def test_what_was_promised_is_held_against_what_came_of_it(
         assert await _is(conductor, f'{error}_bucket{{le="{above}",of="{of}",outcome="ok"}}', 0.0)
     for name in ("predicted_tbt", "actual_tbt", "predicted_ttft", "actual_ttft"):
         assert await _is(conductor, f"moonbus_conductor_{name}_seconds_count", 1.0)
+
+
+async def test_advice_is_for_people_and_programs(
+    start: Start, workers: dict[str, ScriptedWorker], nats_bus: NatsBus, nats_url: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    async def advise(*flags: str) -> str:
+        def run() -> None:
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["advise", "--nats-url", nats_url, *flags])
+            assert not ended.value.code
+
+        await asyncio.to_thread(run)
+        return capsys.readouterr().out
+
+    await start()
+    assert "nothing to advise on" in await advise()
+    await place(nats_bus, "r1", chain(71, 4))
+    assert "toy: 2 prefill and 1 decode workers fit the load" in await advise()
+    (one,) = json.loads(await advise("--json"))
+    assert (one["model"], one["best_prefill"], one["is_wrong"]) == ("toy", 2, False)
 
 
 async def test_a_full_index_is_said_and_what_does_not_fit_is_not_reused(

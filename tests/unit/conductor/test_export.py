@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import REGISTRY
 
 from services.conductor.core.machine import Conductor
 from services.conductor.shell import _Export
 from shared.ids import WorkerId
 from shared.messages import Bye
-from tests.unit.conductor.builders import OTHER_SPEC, chain, evicted, hello, life_of, load, stage, stored
+from tests.unit.conductor.builders import (
+    OTHER_SPEC,
+    answer,
+    ask,
+    chain,
+    evicted,
+    hello,
+    life_of,
+    load,
+    progress,
+    stage,
+    stored,
+)
 
 P1, D1, D2 = WorkerId("p1"), WorkerId("d1"), WorkerId("d2")
 
@@ -63,3 +76,26 @@ def test_what_is_refused_and_what_does_not_fit_is_counted_once() -> None:
     assert export.update(play.machine.statistics()) == 0  # type: ignore[attr-defined]
     assert REGISTRY.get_sample_value("moonbus_conductor_refused_reports_total", {"kind": "load"}) == before + 1
     assert (REGISTRY.get_sample_value("moonbus_conductor_index_bytes") or 0) > 0
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"moonbus_conductor_{name}", labels)
+
+
+def test_errors_and_advice_are_shown_for_as_long_as_there_is_somebody_they_are_about() -> None:
+    play, export = stage(hello("p1"), hello("p2"), hello("d1", "decode")), _Export()
+    machine = play.machine
+    assert isinstance(machine, Conductor)
+    answer(play, ask("r1", [], tokens=1000))
+    play >> progress("r1", "p1", "prefilled", prefill_s=2.02, num_tokens=1000)
+    export.update(machine.statistics())
+    export.advise(machine.told_advice(play.now))
+    assert value("estimate_relative_error", worker="p1", model="prefill") == pytest.approx(0.5)
+    assert value("advised_workers", model="toy", role="prefill") == 2.0
+    assert 0 < (value("needed_workers", model="toy", role="prefill") or 0.0) < 2
+    for worker in ("p1", "p2", "d1"):
+        play >> Bye(worker=WorkerId(worker), incarnation=life_of(worker))
+    export.update(machine.statistics())
+    export.advise(machine.told_advice(play.now))
+    assert value("estimate_relative_error", worker="p1", model="prefill") is None
+    assert value("advised_workers", model="toy", role="prefill") is None
