@@ -155,6 +155,8 @@ class _Reach:
     """At least what pulling that much takes."""
     is_worth: Mask
     """Whether pulling may pay."""
+    held_s: float
+    """Time to first token where it would run if everybody held what anybody can send."""
 
 
 @dataclass(slots=True)
@@ -260,10 +262,12 @@ class Placer:
         tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
             return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates)
-        return self._placement(ask, match, prefill, decode, candidates)
+        reach = options.reach
+        return self._placement(ask, match, prefill, decode, candidates, reuse_gain_s=(
+            0.0 if reach is None else max(prefill.ttft_s - reach.held_s, 0.0)))
 
     def _placement(self, ask: PlaceRequest, match: Match, prefill: _Option, decode: Sequence[_Decode],
-                   candidates: list[Candidate]) -> Placement:
+                   candidates: list[Candidate], *, reuse_gain_s: float) -> Placement:
         hit_blocks = prefill.own_blocks + prefill.fetched_blocks
         block_tokens = prefill.worker.hello.spec.block_tokens
         unmade_blocks = prefill.own_blocks - match.unmade.get(prefill.worker.id, prefill.own_blocks)
@@ -276,8 +280,8 @@ class Placer:
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
             predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode[0].tbt_s, candidates=candidates,
             decode_candidates=[one.candidate() for one in decode],
-            lead_s=prefill.worker.order.lead_s(prefill.ranked_s) + prefill.yields_s - ask.head_start_s,
-            ranked_s=0.0 if prefill.ranked_s == prefill.prefill_s else prefill.ranked_s)
+            ranked_s=0.0 if prefill.ranked_s == prefill.prefill_s else prefill.ranked_s, reuse_gain_s=reuse_gain_s,
+            lead_s=prefill.worker.order.lead_s(prefill.ranked_s) + prefill.yields_s - ask.head_start_s)
 
     # What workers' paces are worth
 
@@ -334,9 +338,12 @@ class Placer:
             (queue_s, rest_queue_s), (delayed, rest_delayed) = line.queue_s, line.delayed
             yields_s = yields_s if yields_s is None else yields_s[0]
             pull_s = board.pull_s((hits[1] - own) * board.block_bytes)
+            matters_s = rest_s * (1.0 + regard * rest_delayed)
+            best = (rest_queue_s + matters_s).argmin()
             reach = _Reach(
-                np.maximum(rest_queue_s, pull_s) + rest_s * (1.0 + regard * rest_delayed), rest_s, pull_s,
-                prefill_s - rest_s >= policy.fetch_gain * np.maximum(pull_s - rest_queue_s, _BESIDE * pull_s))
+                np.maximum(rest_queue_s, pull_s) + matters_s, rest_s, pull_s,
+                prefill_s - rest_s >= policy.fetch_gain * np.maximum(pull_s - rest_queue_s, _BESIDE * pull_s),
+                float(rest_queue_s[best] + rest_s[best]))
         else:
             queue_s, delayed = line.queue_s, line.delayed
         is_open = None if np.maximum.reduce(queue_s) <= policy.max_queue_s else queue_s <= policy.max_queue_s

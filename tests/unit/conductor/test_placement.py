@@ -77,6 +77,18 @@ def test_blocks_are_recomputed_when_that_is_cheaper_than_pulling() -> None:
     assert "pulling them would take" in placement.candidates[0].note
 
 
+def test_what_more_copies_of_a_prefix_would_be_worth() -> None:
+    doc = chain("doc", 8)
+    play = stage(hello("p1", profile=SLOW_LINK), hello("p2", profile=SLOW_LINK), hello("d1", "decode"))
+    play >> stored("p1", 1, doc)
+    assert answer(play, ask("r1", doc)).reuse_gain_s == 0.0, "it runs where they are, at once"
+    play >> progress("r1", "p1", "failed") >> load("p1", kv_seq=1, queued=1, queued_tokens=2000)
+    elsewhere = answer(play, ask("r2", doc))
+    assert (elsewhere.prefill, elsewhere.sources) == ("p2", [])
+    assert elsewhere.reuse_gain_s == pytest.approx(8 * BLOCK_TOKENS * 1e-3), "all but the last 32 tokens"
+    assert answer(play, ask("r3", chain("new", 4))).reuse_gain_s == 0.0, "nobody has any of it"
+
+
 def test_decode_workers_own_blocks_too_and_continue_what_prefill_has() -> None:
     chat = chain("chat", 8)
     play = two_and_one() >> stored("p1", 1, chat[:3]) >> stored("d1", 1, chat)
