@@ -119,7 +119,7 @@ class Core:
             except BaseException:
                 self._doors.drop(call, visit)
                 raise
-            call.lines.discard(visit.line)
+            self._doors.let_go(call, visit)
             if any(marks):
                 holds.append(Hold(visit, name, packed, ttl_s))
             else:
@@ -328,6 +328,8 @@ class Core:
                     visit.ask(call, frames.Get(b"".join(keys[start:start + size]), millis, visit.tell_done()))
                     waiting.append(start)
                 start = waiting.popleft()
+                if visit.done and self._doors.are_many:
+                    visit.tell_now()
                 found += self._receive(visit, visit.line.receive(), parts[start:start + size])
         except BaseException as error:
             self._doors.drop(call, visit)

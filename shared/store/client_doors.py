@@ -26,8 +26,6 @@ from shared.transfer.wire import keep_alive
 QUESTIONS, BYTES = 0, 1
 """What a connection serves; over TCP one serves both."""
 CONNECT_S = 2.0
-MAX_LAZY = 2
-"""Idle connections that say of loans that they are over when they next ask something, or some time later."""
 MAX_IDLE = 8
 """Connections kept for one worker and purpose."""
 BROKEN = (Closed, OSError, ValueError, frames.FrameError)
@@ -147,7 +145,13 @@ class Doors:
         self._lock = threading.Lock()
         self._idle: dict[tuple[WorkerId, Incarnation, int], deque[Visit]] = {}
         self._memory: dict[tuple[WorkerId, Incarnation], MappedSegment] = {}
+        self._taken = 0
         self._closed = False
+
+    @property
+    def are_many(self) -> bool:
+        """Are several connections in use? What each leaves unsaid may then be what another's question waits for."""
+        return self._taken > 1
 
     def take(self, call: Call, seat: Seat, serves: int) -> Visit:
         """A connection for this call alone; :meth:`give_back` or :meth:`drop` it.
@@ -163,6 +167,8 @@ class Doors:
         if visit is None:
             visit = self._open(call, seat, serves)
         call.lines.add(visit.line)
+        with self._lock:
+            self._taken += 1
         if call.cancelled:
             self.drop(call, visit)
             raise Gone("the call was cancelled")
@@ -172,8 +178,9 @@ class Doors:
         """It owes no answer."""
         call.lines.discard(visit.line)
         with self._lock:
+            self._taken -= 1
             idle = self._idle.setdefault((visit.seat.worker, visit.seat.incarnation, visit.serves), deque())
-            if len(idle) >= MAX_LAZY and visit.done:  # with many, what the worker still thinks lent would add up
+            if visit.done and self._taken:
                 visit.tell_now()
             if not self._closed and not call.cancelled and len(idle) < MAX_IDLE:
                 idle.append(visit)
@@ -190,8 +197,14 @@ class Doors:
 
     def drop(self, call: Call, visit: Visit) -> None:
         """It broke, or an answer to it is still under way."""
-        call.lines.discard(visit.line)
+        self.let_go(call, visit)
         visit.line.close()
+
+    def let_go(self, call: Call, visit: Visit) -> None:
+        """It is the caller's own from now on."""
+        call.lines.discard(visit.line)
+        with self._lock:
+            self._taken -= 1
 
     def forget(self, serial: int | None = None) -> None:
         """Closes idle connections: those that know our memory ``serial``, or all."""

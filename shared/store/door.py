@@ -50,7 +50,7 @@ INLINE_BYTES = 512 << 10
 """Values that the event loop copies itself, since handing them to a thread would take longer than that."""
 WATCH_S = 0.1
 MAX_AHEAD = 64
-"""Questions that a client may have asked beyond the one that waits; more of them wait in its socket, or end it."""
+"""Questions that a client may have asked beyond one that waits for loans to end."""
 
 
 class Door:
@@ -156,10 +156,13 @@ class Door:
         if self._try_read(visit):
             self._work(visit)
 
-    def _hear_done(self, visit: Visit) -> None:
-        """The same while a question of it waits for loans to end: what it says of its own must not wait behind that."""
-        if not self._try_read(visit):
-            return
+    def _hear_ahead(self, visit: Visit) -> None:
+        """The same while a question of it waits for loans to end."""
+        if self._try_read(visit):
+            self._look_ahead(visit)
+
+    def _look_ahead(self, visit: Visit) -> None:
+        """What it says of loans of its own must not wait behind a question that waits for their end."""
         for i, body in enumerate(visit.inbox):
             if isinstance(body, frames.Request) and not isinstance(body, frames.Enter) and body.done:
                 self._holds.end_loans(visit, body.done)
@@ -201,7 +204,8 @@ class Door:
                 else:
                     self._loop.remove_reader(visit.line.fileno())
                     if isinstance(body, frames.Get):
-                        self._loop.add_reader(visit.line.fileno(), self._hear_done, visit)
+                        self._loop.add_reader(visit.line.fileno(), self._hear_ahead, visit)
+                        self._look_ahead(visit)
                     self._own(self._work_slowly(visit, body))
                     return
         except frames.FrameError as error:

@@ -20,7 +20,8 @@ Reading the index is all that a restart takes; no block is read before somebody 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -41,8 +42,8 @@ EXTENT_BYTES = 64 << 20
 """The blocks' file grows by so much, or by a slot when that is larger."""
 SPEC_FILE = "spec"
 _CHUNK_RECORDS = 4096
-_MISTAKES = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
-                       errno.EISDIR, errno.ELOOP})
+_MISTAKES = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST,
+                       errno.ENAMETOOLONG, errno.EISDIR, errno.ELOOP})
 
 
 class DirectoryTaken(SettingError):
@@ -87,15 +88,7 @@ class SlotFiles:
         Raises :class:`SettingError` when it is not for us to use, or another process uses it
         (:class:`DirectoryTaken`); ``OSError`` when the disk fails.
         """
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(directory / "lock", timeout=0, thread_local=False)
-            lock.acquire()
-        except Timeout as error:
-            raise DirectoryTaken("ssd_dir", str(directory), "a directory that no other process uses; "
-                                 "give every worker a worker_id of its own") from error
-        except OSError as error:
-            raise _explained(directory, error) from error
+        lock = _locked(directory)
         opened: list[File] = []
         try:
             _write_spec(directory / SPEC_FILE, spec)
@@ -263,6 +256,34 @@ def _write_spec(path: Path, spec: CacheSpec) -> None:
     text = msgspec.json.format(msgspec.json.encode(spec))
     if not path.exists() or path.read_bytes() != text:  # a full disk must not keep us from what is there already
         path.write_bytes(text)
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Keeps ``directory``, made if need be, from other processes. Raises :class:`SettingError` as
+    :meth:`SlotFiles.open` does; a disk that fails is found out about by whoever opens files on it."""
+    try:
+        lock = _locked(directory)
+    except OSError:
+        lock = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _locked(directory: Path) -> FileLock:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / "lock", timeout=0, thread_local=False)
+        lock.acquire()
+    except Timeout as error:
+        raise DirectoryTaken("ssd_dir", str(directory), "a directory that no other process uses; "
+                             "give every worker a worker_id of its own") from error
+    except OSError as error:
+        raise _explained(directory, error) from error
+    return lock
 
 
 def check_directory(given: str) -> None:

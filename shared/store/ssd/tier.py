@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from shared.clock import Clock
+from shared.errors import SettingError
 from shared.ids import BlockKey, OperationId, fresh
 from shared.kv import CacheSpec, Tier
 from shared.messages import StoredBlock
@@ -36,6 +37,7 @@ from shared.store.ssd.slots import SlotFiles, slots_for
 from shared.store.ssd.threads import DiskThreads, Job
 from shared.store.tiers import Breaker
 from shared.telemetry import metrics
+from shared.units import format_bytes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -106,16 +108,15 @@ class SsdTier:
     @asynccontextmanager
     async def open(cls, directory: Path, spec: CacheSpec, settings: SsdSettings, *, clock: Clock,
                    files: Files | None = None) -> AsyncIterator[SsdTier | None]:
-        """The tier in ``directory`` with the blocks it held; ``None`` when the disk fails or has no room for a slot.
+        """The tier in ``directory`` with the blocks it held; ``None`` when the disk fails.
 
-        Raises :class:`SettingError` when the directory is not ours to use.
+        Raises :class:`SettingError` when the directory is not ours to use, or no block fits into what it may take.
         """
         began_s = clock.monotonic()
         most = slots_for(spec, nbytes=settings.bytes, blocks=settings.blocks)
         if most == 0:
-            log.warning("action=ssd_too_small bytes=%d block_bytes=%d", settings.bytes, spec.block_bytes)
-            yield None
-            return
+            raise SettingError("ssd_bytes", format_bytes(settings.bytes),
+                               f"room for a block of {format_bytes(spec.block_bytes)}; or leave ssd_dir empty")
         try:
             slots, pool = await asyncio.to_thread(
                 _open, directory, spec, most, files or DiskFiles(), clock.monotonic())
