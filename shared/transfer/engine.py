@@ -131,8 +131,11 @@ class TransferEngine:
         registered until :meth:`unregister`, or the engine closes. With the first CUDA tensor the :attr:`endpoint`
         changes: peers on this host may reach its GPU then. A device's memory is registered with RDMA's cards here.
         """
+        self._check_open()
         if name in self._segments or not 0 < len(name) <= MAX_NAME:
             raise Bug(f"segment name {name!r} is taken or unusable")
+        if memory is not None and nbytes:
+            raise Bug(f"segment {name} is to have {nbytes} bytes, and memory that has as many as it has")
         if memory is None:
             segment = Segment.allocate(name, nbytes, huge_pages=self.settings.huge_pages)
         else:
@@ -181,6 +184,7 @@ class TransferEngine:
     def grant(self, operation: OperationId, ranges: Sequence[Range], *, ttl_s: float,
               peer: WorkerId = ANYBODY) -> Grant:
         """Leave for a peer to write ``ranges`` for ``operation``; see :meth:`Ledger.grant`."""
+        self._check_open()
         if not 0 < ttl_s < inf:
             raise Bug(f"grant for {operation} of {ttl_s} s")
         leaving = next((item for item in ranges if item.segment in self._leaving), None)
@@ -271,6 +275,10 @@ class TransferEngine:
                 raise Bug(f"slice to bytes that nobody has, or of memory that is being unregistered: {item}")
             nbytes += length * item.count
         return nbytes
+
+    def _check_open(self) -> None:
+        if self.router.closed:
+            raise Bug("this engine was closed")
 
     def _notify(self, notification: Notification) -> None:
         """From a session's thread."""
@@ -409,7 +417,8 @@ def _checked(settings: TransferSettings) -> TransferSettings:
         what, _, where = str(error).partition(" - at `$.")
         name = f"transfer_{where.rstrip('`')}"
         value = getattr(settings, where.rstrip("`").partition("[")[0], "")
-        raise SettingError(name, str(value), what) from error
+        expected = what.removeprefix("Expected ") if what.startswith("Expected ") else f"another one ({what})"
+        raise SettingError(name, str(value), expected) from error
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

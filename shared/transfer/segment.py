@@ -71,10 +71,13 @@ class Segment:
         """Memory that exists: a memfd (its descriptor, which stays the caller's), a CPU or CUDA tensor, other
         :class:`DeviceMemory`, or a writable contiguous buffer (numpy array, memoryview, bytearray); kept alive.
 
-        Raises :class:`Bug` when it cannot be written, is not contiguous or is empty.
+        Raises :class:`Bug` when it cannot be written, is not contiguous, is empty or none of these.
         """
         if isinstance(memory, int):
-            nbytes = os.fstat(memory).st_size
+            try:
+                nbytes = os.fstat(memory).st_size
+            except OSError as error:
+                raise Bug(f"memory of segment {name}: {memory} is no open descriptor") from error
             if nbytes <= 0:
                 raise Bug(f"memory of segment {name} is an empty file")
             fd = os.dup(memory)
@@ -241,7 +244,11 @@ def _tensor_bytes(name: str, tensor: Any) -> npt.NDArray[np.uint8]:
 
 
 def _buffer_bytes(name: str, memory: Any) -> npt.NDArray[np.uint8]:
-    view = memoryview(memory)
+    try:
+        view = memoryview(memory)
+    except TypeError as error:
+        raise Bug(f"memory of segment {name} is of type {type(memory).__name__}: no tensor, no buffer, no descriptor "
+                  f"of a memfd") from error
     if view.readonly or not view.c_contiguous or "O" in view.format:
         raise Bug(f"memory of segment {name} cannot be written, is not contiguous or holds Python objects")
     return np.frombuffer(view.cast("B"), dtype=np.uint8)

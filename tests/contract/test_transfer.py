@@ -721,12 +721,23 @@ async def test_memory_of_every_kind_is_pushed_from_and_into(path: str, kind: str
                 os.close(memory)
 
 
-@pytest.mark.parametrize("memory", [b"read only", np.zeros((4, 4))[:, 1], bytearray()],
-                         ids=["read-only", "strided", "empty"])
+@pytest.mark.parametrize("memory", [b"read only", np.zeros((4, 4))[:, 1], bytearray(), "text", 1 << 20],
+                         ids=["read-only", "strided", "empty", "text", "no descriptor"])
 async def test_memory_that_cannot_serve_is_a_bug(memory: Any) -> None:
     async with opened("copy") as pair:
         with pytest.raises(Bug, match="memory of segment mine"):
             pair.sender.register("mine", memory=memory)
+        with pytest.raises(Bug, match="as many as it has"):
+            pair.sender.register("mine", 20, memory=bytearray(10))
+
+
+async def test_a_closed_engine_takes_nothing_more() -> None:
+    async with opened("copy") as pair:
+        pass
+    with pytest.raises(Bug, match="closed"):
+        pair.sender.register("mine", 10)
+    with pytest.raises(Bug, match="closed"):
+        pair.grant((0, 10))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -847,6 +858,8 @@ async def test_no_common_path_says_why_for_each() -> None:
     ({"host": "203.0.113.7"}, "transfer_host"),
     ({"socket_dir": "/tmp/" + "x" * 120}, "transfer_socket_dir"),
     ({"socket_dir": "/nowhere"}, "transfer_socket_dir"),
+    ({"lanes": 0}, "transfer_lanes is '0'; expected `int` >= 1"),
+    ({"checksums": "maybe"}, "transfer_checksums is 'maybe'; expected another one"),
 ])
 async def test_wrong_settings_are_named(wrong: dict[str, Any], name: str) -> None:
     with pytest.raises(SettingError, match=name):
