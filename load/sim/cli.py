@@ -199,7 +199,8 @@ def compare_command(
         made = {}
         for position, ran in compare(runs, shelf, jobs=jobs or usable_cores(), tick=tick):
             made[places[position]] = ran
-            ended(f"{ran.trace} {ran.run.options.rate_scale:g}x {ran.run.options.policy}")
+            source, rate, name, one_seed = places[position]
+            ended(f"{source.name} {rate:g}x {name} seed {one_seed}: mean TTFT {ran.summary.ttft_s.mean:.2f} s")
     page = Page(title="Policies side by side", facts=_facts(base, seeds))
     columns: dict[str, dict[str, list[Ran]]] = {}
     for place in places:
@@ -259,12 +260,16 @@ def knee_command(
     searches = [Search(source, replace(base, policy=name, seed=one_seed), bounds, good_share=good)
                 for source, name, one_seed in places]
     with _grid(directory, "searches", len(searches), resume=resume) as (shelf, ended, tick):
-        found: dict[tuple[str, str, str], list[Knee]] = {}
+        brought: dict[int, list[Knee]] = {}
         for position, knees in find_all(searches, shelf, jobs=jobs or usable_cores(), tick=tick):
-            source, name, _ = places[position]
-            for knee in knees:
-                found.setdefault((source.name, name, knee.bound), []).append(knee)
-            ended(f"{source.name} {name}: {', '.join(f'{one.rate_scale:.2f}x for {one.bound}' for one in knees)}")
+            brought[position] = knees
+            source, name, one_seed = places[position]
+            rates = ", ".join(f"{knee.rate_scale:.2f}x for {knee.bound}" for knee in knees)
+            ended(f"{source.name} {name} seed {one_seed}: {rates}")
+    found: dict[tuple[str, str, str], list[Knee]] = {}
+    for position, (source, name, _) in enumerate(places):
+        for knee in brought[position]:
+            found.setdefault((source.name, name, knee.bound), []).append(knee)
     page = Page(title=f"Highest rate with {good:.0%} inside TTFT {' or '.join(bounds)} and TBT {tbt_slo}",
                 facts=_facts(base, seeds))
     stems = list(dict.fromkeys(path.stem for path in trace))
