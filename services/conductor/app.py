@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.conductor.core.machine import Conductor
+from services.conductor.core.policies.registry import make_policy
 from services.conductor.settings import Settings
 from services.conductor.shell import ConductorShell, Subjects
 from shared.bus.nats import NatsBus
@@ -23,7 +24,9 @@ def main(overrides: Mapping[str, Any]) -> int:
 
     async def body(lifecycle: Lifecycle) -> None:
         seed = settings.seed if settings.seed >= 0 else secrets.randbits(32)
-        machine = Conductor(conductor, Subjects(), settings.policy(), seed=seed)
+        policy = settings.policy()
+        placer = make_policy(settings.placement, settings.admission, conductor, policy, seed=seed)
+        machine = Conductor(conductor, Subjects(), policy, seed=seed, placer=placer)
         async with NatsBus.connect(settings.nats_url, name=conductor, credentials=settings.nats_credentials) as bus:
             async with ConductorShell(machine, bus, SystemClock()).open():
                 lifecycle.ready()

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from services.conductor.core.policies.registry import ADMISSIONS, OURS, PUBLISHED
 from services.conductor.core.policy import Policy
 from shared.settings import BYTES, SECONDS, CommonSettings
 
@@ -14,6 +15,11 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     """What a conductor takes."""
 
     conductor_id: Annotated[str, Meta(description="Name of this conductor; empty for a random one.")] = ""
+    placement: Annotated[str, Meta(description=(
+        f"Who decides where requests run: {OURS}, or one of those that others published "
+        f"({', '.join(PUBLISHED)}), for comparison."))] = OURS
+    admission: Annotated[str, Meta(description=(
+        f"Who is turned away by a placement that is not {OURS}: one of {', '.join(ADMISSIONS)}."))] = "slo"
     max_queue_s: Annotated[float, Meta(
         description="Predicted wait for a worker beyond which requests are rejected with code capacity.",
         gt=0, extra=SECONDS)] = 30.0

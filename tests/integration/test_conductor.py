@@ -382,6 +382,24 @@ async def test_decisions_are_spans_of_the_askers_trace(
     assert wanted <= set(span["attributes"])
 
 
+async def test_policies_of_others_can_decide_too(
+    start: Start, workers: dict[str, ScriptedWorker], nats_bus: NatsBus,
+) -> None:
+    await start(placement="round_robin", admission="none")
+    answers = [await place(nats_bus, f"r{i}", chain(90, 4)) for i in range(4)]
+    assert [answer.prefill for answer in answers] in (
+        ["prefill-1", "prefill-2"] * 2, ["prefill-2", "prefill-1"] * 2), "whatever is cached where"
+
+
+async def test_a_policy_that_nobody_has_is_one_line(nats_url: str) -> None:
+    lost = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.conductor", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "MOONBUS_NATS_URL": nats_url, "MOONBUS_CONDUCTOR_PLACEMENT": "oracle"})
+    out, err = await asyncio.wait_for(lost.communicate(), 30)
+    assert lost.returncode == 1 and out == b""
+    assert "there is no policy oracle; there are random, round_robin" in err.decode().splitlines()[-1]
+
+
 async def test_a_stopped_conductor_leaves_and_a_missing_nats_is_one_line(
     start: Start, workers: dict[str, ScriptedWorker],
 ) -> None:
