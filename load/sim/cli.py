@@ -264,8 +264,8 @@ def knee_command(
         for position, knees in find_all(searches, shelf, jobs=jobs or usable_cores(), tick=tick):
             brought[position] = knees
             source, name, one_seed = places[position]
-            rates = ", ".join(f"{knee.rate_scale:.2f}x for {knee.bound}" for knee in knees)
-            ended(f"{source.name} {name} seed {one_seed}: {rates}")
+            told = ", ".join(f"{knee.rate_scale:.2f}x for {knee.bound}" for knee in knees)
+            ended(f"{source.name} {name} seed {one_seed}: {told}")
     found: dict[tuple[str, str, str], list[Knee]] = {}
     for position, (source, name, _) in enumerate(places):
         for knee in brought[position]:
