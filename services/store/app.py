@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from services.store.settings import Settings
 from services.store.shell import StoreShell
 from shared.bus.nats import NatsBus
 from shared.clock import SystemClock
+from shared.ids import WorkerId
 from shared.lifecycle import Lifecycle, run
 from shared.settings import load
+from shared.store.ssd.slots import claimed
 from shared.worker.runtime import check, named
 
 
@@ -37,4 +40,5 @@ def main(overrides: Mapping[str, Any]) -> int:
                     failed.result()
                 await shell.save()
 
-    return run("store", settings.worker_id, settings, body)
+    with claimed(settings.ssd.worker_directory(WorkerId(settings.worker_id))) if settings.ssd.dir else nullcontext():
+        return run("store", settings.worker_id, settings, body)

@@ -265,7 +265,7 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         lock = _locked(directory)
     except OSError:
-        lock = None  # type: ignore[assignment]
+        lock = None
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from shared.errors import SettingError
 from shared.ids import BlockKey
 from shared.store.ssd.files import DiskFiles, Files
 from shared.store.ssd.record import RECORD_BYTES, Damaged
-from shared.store.ssd.slots import SlotFiles, read_spec, slots_for, stride_of
+from shared.store.ssd.slots import SlotFiles, check_directory, read_spec, slots_for, stride_of
 from tests.support.blocks import SPEC, make_chain, payload
 from tests.support.faulty_files import FaultyFiles
 
@@ -175,6 +175,9 @@ def test_a_place_that_is_no_directory_is_said_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="a writable directory"):
         open_slots(tmp_path / "file" / "x")
+    for nowhere in ("/proc/kv", "/proc/self/kv/deep"):
+        with pytest.raises(SettingError, match="a writable directory"):
+            check_directory(nowhere)
 
 
 def test_a_disk_that_fails_at_the_start_is_no_mistake_of_a_person(tmp_path: Path) -> None:

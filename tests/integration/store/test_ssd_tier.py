@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shared.clock import SystemClock
+from shared.errors import SettingError
 from shared.ids import BlockKey
 from shared.store.settings import SsdSettings
 from shared.store.ssd.tier import _WRITES, WRITE_BLOCKS, SsdTier
@@ -12,6 +15,12 @@ from tests.support.blocks import SPEC, make_chain, payload
 from tests.support.faulty_files import FaultyFiles
 
 SETTINGS = SsdSettings(bytes=4 << 20, timeout_s=20.0)
+
+
+async def test_a_bound_that_no_block_fits_into_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="room for a block"):
+        async with SsdTier.open(tmp_path, SPEC, SsdSettings(bytes=64), clock=SystemClock()):
+            pass
 
 
 async def fill(tier: SsdTier, chains: int) -> list[BlockKey]:

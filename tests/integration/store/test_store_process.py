@@ -158,6 +158,16 @@ async def test_a_store_with_anothers_name_ends(nats_url: str, tmp_path: Path) ->
             assert await asyncio.wait_for(process.wait(), 10.0) == 1
 
 
+async def test_a_store_whose_directory_another_store_uses_is_never_ready(nats_url: str, tmp_path: Path) -> None:
+    """Even while neither lends for anything yet."""
+    async with running(nats_url, tmp_path):
+        second = await spawn(nats_url, tmp_path)
+        said, _ = await asyncio.wait_for(second.communicate(), START_S)
+        assert (second.returncode, said) == (1, b"")
+    async with running(nats_url, tmp_path) as (_, ready):
+        assert ready["ready"] == "store", "a killed one leaves nothing that is in the way"
+
+
 async def test_it_lends_for_values_from_its_settings(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
     values = CacheSpec.opaque("embeddings", 4096)
     async with open_holder(nats_url, "p1") as one:
