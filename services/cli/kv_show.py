@@ -262,6 +262,8 @@ def request(name: str, nats_url: str | None, data_dir: str | None, json: bool) -
         for field, value in msgspec.structs.asdict(row.stages).items():
             table.add_row(field.removesuffix("_s").removesuffix("_bytes").replace("_", " "), _stage(field, value))
         console.print(table)
+    if row.decisions:
+        console.print(f"moonbus explain {row.request} shows why it ran there", style="dim", highlight=False)
 
 
 def storage(nats_url: str | None, data_dir: str | None, json: bool, *, since: str, steps: int, worker: str) -> None:
