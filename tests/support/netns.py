@@ -95,6 +95,7 @@ def two_hosts(*, delay_s: float = 0.0, loss: float = 0.0) -> Iterator[TwoHosts]:
             cable = "tun"
             stack.enter_context(_joined_by_tun(names, delay_s, loss))
         for host in (left, right):
+            _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
             _run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", DEVICE)
             _run("ip", "-n", host.namespace, "link", "set", DEVICE, "mtu", str(MTU), "up")
         yield TwoHosts(left, right, cable)
