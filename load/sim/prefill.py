@@ -147,13 +147,13 @@ class PrefillNode:
         """Brings the blocks that follow the node's own, from its SSD and from the owners the placement names."""
         now = self._loop.now
         keys = job.keys[:job.reusable_blocks]
-        local = self.cache.on_ssd(keys, own)
+        placement = job.placement
+        assert placement is not None
+        local = min(self.cache.on_ssd(keys, own), placement.own_blocks)
         parts: list[tuple[int, int, Source | None]] = []
         if local > own and self._is_worth_reading(job, own, local):
             parts.append((own, local, None))
         end = local if parts else own
-        placement = job.placement
-        assert placement is not None
         for source in sorted(placement.sources, key=lambda source: source.first_block):
             until = min(source.first_block + source.num_blocks, len(keys))
             if source.first_block <= end < until:

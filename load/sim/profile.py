@@ -120,7 +120,8 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             prefill_per_token2_s=self.prefill_per_token2_s, decode_fixed_s=self.decode_fixed_s,
             decode_per_request_s=self.decode_per_request_s,
             decode_per_context_token_s=self.decode_per_context_token_s,
-            transfer_bytes_per_s=self.nic_bytes_per_s(nic_gbps), transfer_fixed_s=self.transfer_fixed_s)
+            transfer_bytes_per_s=self.nic_bytes_per_s(nic_gbps), transfer_fixed_s=self.transfer_fixed_s,
+            ssd_bytes_per_s=self.ssd_bytes_per_s)
 
 
 def names() -> list[str]:

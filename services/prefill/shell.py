@@ -252,9 +252,14 @@ class PrefillShell:
         reusable = min(len(job.keys), (total - 1) // self._block_tokens)
         cached, slots = await self._allocate(job, reusable)
         with self._bringing(job, cached, reusable):
+            worth = reusable if message.own_blocks is None else min(message.own_blocks, reusable)
+            asked_s = time.monotonic()
             promoted, slots = await self._agent.promote(
-                job.operation, job.keys[cached:reusable], slots, timeout_s=message.deadline_s)
+                job.operation, job.keys[cached:max(worth, cached)], slots, timeout_s=message.deadline_s)
+            ssd_s = time.monotonic() - asked_s
             stages, slots = await self._fetch(job, own=cached + promoted, reusable=reusable, slots=slots)
+        if promoted:
+            stages = msgspec.structs.replace(stages, ssd_s=ssd_s, ssd_bytes=promoted * self._block_bytes)
         reused = stages.hit_tokens // self._block_tokens
         reused_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
         missing = self._spec.blocks_of(total) - reused - len(slots)

@@ -97,7 +97,7 @@ class Placement(Message, frozen=True):
     decode: WorkerId
     decode_incarnation: Incarnation
     own_blocks: int
-    """Leading blocks the prefill worker should have itself."""
+    """Leading blocks the prefill worker should have itself, or read from its SSD."""
     sources: list[Source]
     """What to pull from others; contiguous after ``own_blocks``."""
     hit_tokens: int
@@ -209,6 +209,8 @@ class PrefillJob(Message, frozen=True):
     decode: WorkerId
     landing: Landing
     deadline_s: float
+    own_blocks: int | None = None
+    """Leading blocks that are worth reading from its own SSD, where they are not in memory; ``None``: all there are."""
     head_start_s: float = 0.0
     """Where prompts queue, it counts as having come so much earlier; below 0: later."""
     lead_s: float | None = None
@@ -244,6 +246,9 @@ class Stages(Part, frozen=True):
     fetched_bytes: int = 0
     fetch_path: str = ""
     """Transport the prefix came by: ``shm``, ``tcp`` ...; several joined by ``+``."""
+    ssd_s: float = 0.0
+    """Reading blocks back from the worker's own SSD."""
+    ssd_bytes: int = 0
     fetch_failed_blocks: int = 0
     """Blocks that a source promised and that did not arrive verified."""
     local_hit_tokens: int = 0

@@ -29,6 +29,8 @@ class Profile(Part, frozen=True):
     decode_per_context_token_s: float = 1e-6
     transfer_bytes_per_s: float = 1e9
     transfer_fixed_s: float = 0.005
+    ssd_bytes_per_s: float = 1e9
+    """At which blocks come from its SSD, if it has one."""
 
 
 class Hello(Message, frozen=True):

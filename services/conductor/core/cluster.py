@@ -346,11 +346,11 @@ class Worker:
                 context_tokens *= 1.0 - (tokens[last] - tokens[first]) / max(tokens[-1], 1)
         return batch, context_tokens + self._growth(batch, at_s - now)
 
-    def decoding_soon(self, by_s: float) -> tuple[int, int]:
-        """Requests that decode here, and those predicted to by then; and their tokens of context."""
+    def decoding_now(self) -> tuple[int, int]:
+        """Requests that decode here, and those whose prefill has begun; and their tokens of context."""
         batch = context_tokens = 0
         for job in self.decoding.values():
-            if job.prefilled_s is not None or job.ready_s <= by_s:
+            if job.started_s is not None or job.prefilled_s is not None:
                 batch += 1
                 context_tokens += job.num_tokens
         if (load := self.decode_load) is not None:  # others' answers, and what was generated so far
@@ -387,11 +387,6 @@ class Worker:
         step_s = self._present_step_s(self.burden.context_tokens)
         longest_s = max(job.answer_tokens, 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
-
-    def answer_s(self, num_tokens: int, answer_tokens: float) -> float:
-        """Seconds that an answer adds to the decode steps it is in, whoever else is."""
-        _, request_s, token_s = self.costs.decode
-        return answer_tokens * (request_s + token_s * (num_tokens + answer_tokens / 2))
 
     def next_free_s(self, now: float) -> float:
         """Predicted seconds until one of its requests is done and leaves its room."""
@@ -594,6 +589,8 @@ class Cluster:
             if stages.fetched_bytes and job is not None and job.fetch_same_host is not None:
                 self._took(worker, "transfer", None, learnt=worker.costs.observe_transfer(
                     stages.fetch_s, stages.fetched_bytes + job.fetch_ahead_bytes, same_host=job.fetch_same_host))
+            if stages.ssd_bytes:
+                self._took(worker, "ssd", None, learnt=worker.costs.observe_ssd(stages.ssd_s, stages.ssd_bytes))
         elif progress.stage == "finished" and progress.step_s != 0:
             self._took(worker, "decode", now, learnt=worker.costs.observe_step(
                 progress.step_s, batch=progress.batch, context_tokens=progress.context_tokens))

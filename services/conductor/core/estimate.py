@@ -4,6 +4,7 @@ Each model is ``seconds = coefficients · features`` with non-negative coefficie
 
 * prefill of ``n`` tokens over a cached prefix of ``p``: features ``(1, n - p, n² - p²)``
 * a decode step of ``b`` requests with ``c`` tokens of context in all: ``(1, b, c)``
+* reading ``x`` bytes from an SSD: ``(1, x)``
 * a transfer of ``x`` bytes, those already under way on the link counted in: ``(1, x)``
 
 A fit is told one observation after the other and remembers sums only. First the *pace*: the weighted median of observed
@@ -134,6 +135,7 @@ class Costs:
                            typical=(1.0, 4.0, 4e3))
         link = (profile.transfer_fixed_s, 1.0 / max(profile.transfer_bytes_per_s, 1.0))
         self._links = {same_host: Fit(link, typical=(1.0, 1e6)) for same_host in (True, False)}
+        self._ssd = Fit((0.0, 1.0 / max(profile.ssd_bytes_per_s, 1.0)), typical=(1.0, 1e7))
         self.better_link = self._better_link()
         """Seconds for each transfer, and byte, at best: no transfer into this worker is predicted to take less."""
 
@@ -178,6 +180,15 @@ class Costs:
         self.better_link = self._better_link()
         return True
 
+    def ssd_s(self, nbytes: int) -> float:
+        """Reading ``nbytes`` from this worker's SSD."""
+        fixed_s, byte_s = self._ssd.coefficients
+        return fixed_s + byte_s * nbytes
+
+    def observe_ssd(self, seconds: float, nbytes: int) -> bool:
+        """Reading ``nbytes`` took ``seconds``."""
+        return nbytes > 0 and self._ssd.observe(seconds, 1.0, nbytes)
+
     def _better_link(self) -> tuple[float, float]:
         near, far = self._links[True].coefficients, self._links[False].coefficients
         return min(near[0], far[0]), min(near[1], far[1])
@@ -185,7 +196,7 @@ class Costs:
     def errors(self, *, least: int = 1) -> dict[str, float]:
         """{model: smoothed relative error}, of the models that have taken in ``least`` observations (1 or more)."""
         fits = {"prefill": self._prefill, "decode": self._decode, "transfer_same_host": self._links[True],
-                "transfer_other_host": self._links[False]}
+                "transfer_other_host": self._links[False], "ssd": self._ssd}
         return {name: fit.relative_error for name, fit in fits.items()
                 if fit.relative_error is not None and fit.observations >= least}
 

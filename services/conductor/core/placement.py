@@ -2,7 +2,7 @@
 
 For each prefill worker that may take it, the shortest of
 
-* what it holds itself, computing the rest, and
+* what it holds itself, in memory or, where loading is quicker than computing, on its SSD, computing the rest, and
 * that plus a chain of pulls: the longest continuation a single owner holds, then the longest from there, and so on,
 
 in seconds of queue + transfer + computing, plus the seconds for which requests already there would have to wait longer.
@@ -144,6 +144,21 @@ class _Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class _Loading:
+    """What a worker reads from its SSD before it computes, while it computes for others."""
+
+    blocks: int
+    seconds: float
+    waits_s: float
+    """What it takes longer than the queue."""
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        return f"reads {self.blocks} blocks from its SSD in {self.seconds:.3g} s"
+
+
+@dataclass(frozen=True, slots=True)
 class _Reach:
     """What pulls can bring at best, of all prefill workers side by side."""
 
@@ -188,14 +203,18 @@ class _Field:
     regard: float
     cost_s: Column
     """Of the best way known."""
+    loads: dict[int, _Loading] = field(default_factory=dict)
+    """{place on the board: what it reads from its SSD}."""
     pulls: dict[int, _Option] = field(default_factory=dict)
     """{place on the board: the best way with pulls}, of those that were looked at."""
 
     def alone(self, place: int) -> _Option:
         """Without pulls."""
+        loading = self.loads.get(place)
         return _Option(self.board.workers[place], int(self.own[place]), float(self.queue_s[place]),
                        float(self.prefill_s[place]), float(self.delays_s[place]), float(self.ranked_s[place]),
-                       0.0 if self.yields_s is None else float(self.yields_s[place]))
+                       0.0 if self.yields_s is None else float(self.yields_s[place]),
+                       0.0 if loading is None else loading.waits_s)
 
     def take(self, place: int, pull: _Option) -> float:
         """A way with pulls; answers what it costs."""
@@ -210,6 +229,8 @@ class _Field:
     def in_time(self, slo_s: float) -> Mask:
         """Where the best way is fast enough."""
         in_time: Mask = self.queue_s * (1 + DOUBT) + self.prefill_s <= slo_s
+        for place in self.loads:
+            in_time[place] = self.alone(place).is_in_time(slo_s)
         for place in self.pulls:
             in_time[place] = self.best(place).is_in_time(slo_s)
         return in_time
@@ -349,8 +370,35 @@ class Placer:
         is_open = None if np.maximum.reduce(queue_s) <= policy.max_queue_s else queue_s <= policy.max_queue_s
         delays_s = delayed * prefill_s
         alone_s = queue_s + prefill_s + regard * delays_s
-        return _Field(board, match, own, queue_s, delays_s, ranked_s, yields_s, prefill_s, is_old is not None,
-                      alone_s, reach, is_open, regard, alone_s)
+        options = _Field(board, match, own, queue_s, delays_s, ranked_s, yields_s, prefill_s, is_old is not None,
+                         alone_s, reach, is_open, regard, alone_s)
+        for name, in_memory in match.on_ssd.items():
+            if name not in match.unmade and (place := board.places.get(name)) is not None:
+                self._load(ask, options, place, in_memory, now)
+        return options
+
+    def _load(self, ask: PlaceRequest, options: _Field, place: int, in_memory: int, now: float) -> None:
+        """What a worker has on its SSD is read, or computed again if that is better."""
+        board = options.board
+        worker, own = board.workers[place], int(options.own[place])
+        load_s = worker.costs.ssd_s((own - in_memory) * board.block_bytes)
+        queue_s, prefill_s = float(options.queue_s[place]), float(options.prefill_s[place])
+        waits_s = max(load_s - queue_s, 0.0)
+        anew_s, known_s = (worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
+                           for blocks in (in_memory, own))
+        again_s = prefill_s + anew_s - known_s
+        line = worker.line(again_s, now, since_s=now - ask.head_start_s)
+        loaded_s = float(options.alone_s[place]) + waits_s
+        computed_s = line.queue_s + again_s * (1.0 + options.regard * line.delayed)
+        if loaded_s <= computed_s and again_s - prefill_s >= _price_s(load_s, queue_s) * self._policy.fetch_gain:
+            options.loads[place] = _Loading(own - in_memory, load_s, waits_s)
+            options.alone_s[place] = loaded_s
+            return
+        options.own[place], options.queue_s[place], options.prefill_s[place] = in_memory, line.queue_s, again_s
+        options.ranked_s[place], options.delays_s[place] = again_s, line.delayed * again_s
+        if options.yields_s is not None:
+            options.yields_s[place] = line.yields_s
+        options.alone_s[place] = computed_s
 
     def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
@@ -381,8 +429,10 @@ class Placer:
         # what its own costs say too much of all it has to compute, they say of a part of it
         doubt = 1.0 if not options.is_doubted else alone_s / costs.prefill_s(
             num_tokens=num_tokens, hit_tokens=own * block_tokens)
+        loading = options.loads.get(place)
+        load_s = 0.0 if loading is None else loading.seconds
         best: _Option | None = None
-        best_s, end = float("inf"), own
+        best_s, end, ssd_s = float("inf"), own, 0.0
         sources: list[Source] = []
         while len(sources) < policy.max_sources:
             source = self._longest(worker, cluster, match, end)
@@ -391,18 +441,25 @@ class Placer:
             sources.append(source)
             end = source.first_block + source.num_blocks
             ahead_bytes, same_host = cluster.link(worker, sources)
-            transfer_s = costs.transfer_s((end - own) * board.block_bytes + ahead_bytes, same_host=same_host is True)
+            if (on_ssd := end - max(match.on_ssd.get(source.owner, end), source.first_block)) > 0:
+                ssd_s += cluster.workers[source.owner].costs.ssd_s(on_ssd * board.block_bytes)
+            transfer_s = ssd_s + costs.transfer_s(
+                (end - own) * board.block_bytes + ahead_bytes, same_host=same_host is True)
             prefill_s = doubt * costs.prefill_s(num_tokens=num_tokens, hit_tokens=end * block_tokens)
             ranked_s = prefill_s if not unmade else costs.prefill_s(
                 num_tokens=num_tokens, hit_tokens=(end - unmade) * block_tokens)
             queue_s, delayed, yields_s = worker.line(ranked_s, now, since_s=now - ask.head_start_s)
             if alone_s - prefill_s < _price_s(transfer_s, queue_s) * policy.fetch_gain:
                 continue
+            transfer_s = max(transfer_s, load_s)
             cost_s = max(queue_s, transfer_s) + prefill_s * (1.0 + options.regard * delayed)
             if cost_s < best_s:
                 best_s = cost_s
+                note = "" if loading is None else loading.note
+                if ssd_s:
+                    note = f"{note}; owners read from SSD for {ssd_s:.3g} s".removeprefix("; ")
                 best = _Option(worker, own, queue_s, prefill_s, delayed * prefill_s, ranked_s, yields_s,
-                               max(transfer_s - queue_s, 0.0), tuple(sources))
+                               max(transfer_s - queue_s, 0.0), tuple(sources), note)
         return best
 
     def _longest(self, worker: Worker, cluster: Cluster, match: Match, start: int) -> Source | None:
@@ -411,6 +468,11 @@ class Placer:
         senders = [cluster.workers[owner] for owner in owners if owner != worker.id]
         if end == start or not senders:
             return None
+        if match.on_ssd:  # what somebody has in memory first, then what is on SSD
+            ends = [min(match.on_ssd.get(sender.id, end), end) for sender in senders]
+            if (furthest := max(ends)) > start:
+                end = furthest
+                senders = [sender for sender, until in zip(senders, ends, strict=True) if until == end]
         owner = senders[0]
         if len(senders) > 1:
             host = worker.hello.endpoint.host
@@ -436,12 +498,22 @@ class Placer:
                         options.own, options.queue_s, options.prefill_s, options.delays_s)), strict=True)]
         if note := options.note(int(places[0])):
             ways[0] = msgspec.structs.replace(ways[0], note=note)
+        if options.loads:
+            ways = [self._loaded(options, place, way) for place, way in zip(places.tolist(), ways, strict=True)]
         if options.pulls:
             ways += [pull.candidate() for pull in options.pulls.values()]
             regard = options.regard
             ways.sort(key=lambda way: way.queue_s + way.transfer_s + way.prefill_s + regard * way.delays_s)
             del ways[self._policy.candidates:]
         return ways
+
+    @staticmethod
+    def _loaded(options: _Field, place: int, way: Candidate) -> Candidate:
+        loading = options.loads.get(place)
+        if loading is None:
+            return way
+        note = f"{loading.note}; {way.note}" if way.note else loading.note
+        return msgspec.structs.replace(way, transfer_s=loading.waits_s, note=note)
 
     # Decode
 

@@ -80,6 +80,8 @@ class Match:
     """Leading blocks each worker holds in any tier, or is promised; workers with none are left out."""
     unmade: dict[WorkerId, int] = field(default_factory=dict)
     """{worker that is promised more than it holds: leading blocks it holds}."""
+    on_ssd: dict[WorkerId, int] = field(default_factory=dict)
+    """{worker some of whose leading blocks are on SSD: leading blocks it has in memory}."""
     _found: dict[int, tuple[int, list[WorkerId]]] = field(default_factory=dict)
 
     @property
@@ -255,7 +257,10 @@ class PrefixIndex:
                     runs.append((i + 1, sending))
                 for end, slots in zip(ends, (device, fast, held), strict=True):
                     self._end(end, slots, i + 1)
-        return Match(dict(zip(_TIERS, ends, strict=True)), runs, tuple(self._workers), ends[2].copy())
+        _, in_memory, anywhere = ends
+        on_ssd = {} if in_memory == anywhere else {
+            worker: fast for worker, every in anywhere.items() if (fast := in_memory.get(worker, 0)) < every}
+        return Match(dict(zip(_TIERS, ends, strict=True)), runs, tuple(self._workers), anywhere.copy(), on_ssd=on_ssd)
 
     def tidy(self, budget: int) -> bool:
         """Cleans up after workers that are gone, about ``budget`` rows or blocks of it; whether nothing is left to do.

@@ -419,7 +419,7 @@ class RequestMachine:
             request=job.request, attempt=self.attempt, spec=job.spec, gateway=job.gateway, tenant=job.tenant,
             tokens=job.tokens, keys=job.keys, root=job.root, sampling=job.sampling, sources=placement.sources,
             endpoints=[], decode=placement.decode, landing=reserved.landing, deadline_s=self._left_s(now),
-            head_start_s=job.head_start_s,
+            own_blocks=placement.own_blocks, head_start_s=job.head_start_s,
             lead_s=None if placement.lead_s is None else placement.lead_s - (now - self.decisions[-1].at_s))
         return [AskWorker(placement.prefill, message, self._tag("dispatch"), self._job_timeout_s(now))]
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.ids import BlockKey, WorkerId
+from shared.kv import Tier
 from shared.machine import Publish, Reply
 from shared.messages import Placed, Placement, Profile, Rejection, Source
+from shared.order import FCFS
 from tests.support.playbook import Playbook, after, like
 from tests.unit.conductor.builders import (
     BLOCK_TOKENS,
     OTHER_SPEC,
+    PROFILE,
     SPEC,
     answer,
     ask,
@@ -288,3 +292,59 @@ def test_a_bad_spell_long_ago_keeps_no_work_from_a_decode_worker() -> None:
     play.take()
     finish("later", "d1", 0.01)
     assert {answer(play, ask(f"again{n}", chain("b", 1))).decode for n in range(4)} == {"d1", "d2"}
+
+
+class TestSsd:
+    """8 blocks of 8 KiB and 64 ms of computing each; the first 3 in memory, the others on SSD."""
+
+    def town(self, bytes_per_s: float, **policy: Any) -> Playbook:
+        profile = msgspec.structs.replace(PROFILE, ssd_bytes_per_s=bytes_per_s)
+        play = stage(hello("p1", profile=profile), hello("p2", profile=profile), hello("d1", "decode"), **policy)
+        self.doc = chain("doc", 8)
+        return play >> stored("p1", 1, self.doc[:3]) >> stored("p1", 2, self.doc[3:], tier=Tier.SSD)
+
+    def test_blocks_are_read_from_the_own_ssd_when_that_is_quicker_than_computing_them(self) -> None:
+        placement = answer(self.town(5 * SPEC.block_bytes / 0.1), ask("r", self.doc, exclude=[WorkerId("p2")]))
+        assert (placement.own_blocks, placement.hit_tokens) == (8, 512)
+        assert placement.predicted_transfer_s == pytest.approx(0.1)
+        assert placement.predicted_prefill_s == pytest.approx(0.01 + 0.032)
+        assert placement.candidates[0].note == "reads 5 blocks from its SSD in 0.1 s"
+
+    def test_and_computed_again_when_it_is_not(self) -> None:
+        placement = answer(self.town(5 * SPEC.block_bytes / 0.3), ask("r", self.doc, exclude=[WorkerId("p2")]))
+        assert (placement.own_blocks, placement.predicted_transfer_s) == (3, 0.0), "0.3 s for 0.32 s is no gain"
+        assert placement.predicted_prefill_s == pytest.approx(0.01 + 0.032 + 5 * 0.064)
+
+    def test_what_is_read_while_others_are_computed_is_not_waited_for(self) -> None:
+        play = self.town(5 * SPEC.block_bytes / 0.3, order=FCFS)
+        answer(play, ask("before", [], tokens=290, exclude=[WorkerId("p2")]))
+        placement = answer(play, ask("r", self.doc, exclude=[WorkerId("p2")]))
+        assert (placement.own_blocks, placement.predicted_transfer_s) == (8, 0.0)
+        assert placement.predicted_queue_s == pytest.approx(0.3)
+
+    def test_an_owner_reads_from_its_ssd_before_it_sends(self) -> None:
+        placement = answer(self.town(5 * SPEC.block_bytes / 0.1), ask("r", self.doc, exclude=[WorkerId("p1")]))
+        assert [(source.first_block, source.num_blocks) for source in placement.sources] == [(0, 3), (3, 5)]
+        assert placement.predicted_transfer_s == pytest.approx(0.1 + 0.001 + 8 * SPEC.block_bytes / 1e8)
+        assert placement.candidates[0].note == "owners read from SSD for 0.1 s"
+
+    def test_or_sends_what_it_has_in_memory(self) -> None:
+        placement = answer(self.town(5 * SPEC.block_bytes / 0.4), ask("r", self.doc, exclude=[WorkerId("p1")]))
+        assert [(source.first_block, source.num_blocks) for source in placement.sources] == [(0, 3)]
+
+    def test_who_has_it_in_memory_sends_before_who_has_it_on_ssd(self) -> None:
+        profile = msgspec.structs.replace(PROFILE, ssd_bytes_per_s=5 * SPEC.block_bytes / 0.1)
+        doc = chain("doc", 8)
+        play = stage(*(hello(f"p{i}", profile=profile) for i in (1, 2, 3)), hello("d1", "decode"))
+        play >> stored("p1", 1, doc, tier=Tier.SSD) >> stored("p2", 1, doc)
+        placement = answer(play, ask("r", doc, exclude=[WorkerId("p1"), WorkerId("p2")]))
+        assert [source.owner for source in placement.sources] == ["p2"]
+
+    def test_the_rate_is_learnt(self) -> None:
+        play = self.town(5 * SPEC.block_bytes / 0.1)
+        for i in range(20):
+            answer(play, ask(f"r{i}", [], tokens=64, exclude=[WorkerId("p2")]))
+            play >> progress(f"r{i}", "p1", "prefilled", num_tokens=64, prefill_s=0.074,
+                             stages={"ssd_s": 0.4, "ssd_bytes": 5 * SPEC.block_bytes})
+            play.take()
+        assert answer(play, ask("r", self.doc, exclude=[WorkerId("p2")])).own_blocks == 3
