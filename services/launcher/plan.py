@@ -20,7 +20,8 @@ MOST_POOL_BYTES = 2 * 2**30
 
 WORKER_START_S = 300.0
 """A worker imports torch and loads a model; slow disks need minutes."""
-SERVICE_START_S = 60.0
+SERVICE_START_S = 120.0
+"""A machine that does other things too."""
 PASSED_ON = ("otlp_endpoint", "log_level", "drain_s", "heartbeat_s", "suspect_after_s", "dead_after_s")
 """Common settings of the launcher that hold for every service too."""
 WORKERS = frozenset({"prefill", "decode", "store"})
