@@ -346,6 +346,17 @@ class Worker:
                 context_tokens *= 1.0 - (tokens[last] - tokens[first]) / max(tokens[-1], 1)
         return batch, context_tokens + self._growth(batch, at_s - now)
 
+    def decoding_soon(self, by_s: float) -> tuple[int, int]:
+        """Requests that decode here, and those predicted to by then; and their tokens of context."""
+        batch = context_tokens = 0
+        for job in self.decoding.values():
+            if job.prefilled_s is not None or job.ready_s <= by_s:
+                batch += 1
+                context_tokens += job.num_tokens
+        if (load := self.decode_load) is not None:  # others' answers, and what was generated so far
+            batch, context_tokens = max(batch, load.running), max(context_tokens, load.context_tokens)
+        return batch, context_tokens
+
     def decoding_now(self) -> tuple[int, int]:
         """Requests that decode here, and those whose prefill has begun; and their tokens of context."""
         batch = context_tokens = 0
@@ -387,6 +398,11 @@ class Worker:
         step_s = self._present_step_s(self.burden.context_tokens)
         longest_s = max(job.answer_tokens, 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
+
+    def answer_s(self, num_tokens: int, answer_tokens: float) -> float:
+        """Seconds that an answer adds to the decode steps it is in, whoever else is."""
+        _, request_s, token_s = self.costs.decode
+        return answer_tokens * (request_s + token_s * (num_tokens + answer_tokens / 2))
 
     def next_free_s(self, now: float) -> float:
         """Predicted seconds until one of its requests is done and leaves its room."""
