@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -251,11 +251,10 @@ class PrefillShell:
         message, total = job.message, len(job.tokens)
         reusable = min(len(job.keys), (total - 1) // self._block_tokens)
         cached, slots = await self._allocate(job, reusable)
-        with self._bringing(job, cached, reusable):
-            worth = reusable if message.own_blocks is None else min(message.own_blocks, reusable)
+        worth = job.keys[cached:reusable if message.own_blocks is None else min(message.own_blocks, reusable)]
+        with self._bringing(job, cached, reusable, worth):
             asked_s = time.monotonic()
-            promoted, slots = await self._agent.promote(
-                job.operation, job.keys[cached:max(worth, cached)], slots, timeout_s=message.deadline_s)
+            promoted, slots = await self._agent.promote(job.operation, worth, slots, timeout_s=message.deadline_s)
             ssd_s = time.monotonic() - asked_s
             stages, slots = await self._fetch(job, own=cached + promoted, reusable=reusable, slots=slots)
         if promoted:
@@ -314,12 +313,13 @@ class PrefillShell:
                 await released.wait()
 
     @contextmanager
-    def _bringing(self, job: _Job, cached: int, reusable: int) -> Generator[None]:
-        """Prompts that lack the same blocks wait for them meanwhile, instead of computing them."""
+    def _bringing(self, job: _Job, cached: int, reusable: int, worth: Sequence[BlockKey]) -> Generator[None]:
+        """Prompts that lack the same blocks wait for them meanwhile, instead of computing them; ``worth`` are those
+        that are to be read from our SSD if they are there."""
         ssd = self._agent.ssd
         ends = [source.first_block + source.num_blocks for source in job.message.sources]
         if ssd is not None:
-            ends.append(cached + ssd.match(job.keys[cached:reusable]))
+            ends.append(cached + ssd.match(worth))
         keys = job.keys[cached:min(max(ends, default=0), reusable)]
         self._coming.update(keys)
         try:
