@@ -1,7 +1,7 @@
 """``moonbus``: every verb, in the order of its help. Imports nothing heavy: a command loads what it needs.
 
-A :class:`UserError` becomes one line on stderr and exit code 1; Ctrl-C becomes 130; anything else is a bug of ours:
-one line, and the stack trace in a file that the line names.
+A :class:`UserError` becomes one line on stderr and exit code 1, a command line that cannot be understood one with 2;
+Ctrl-C becomes 130; anything else is a bug of ours: one line, and the stack trace in a file that the line names.
 """
 
 from __future__ import annotations
@@ -265,16 +265,14 @@ def models_ls(cache_dir: CacheDir = None) -> None:
     "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def load(context: typer.Context) -> None:
     """Replay request traces against a gateway and report latencies (see: moonbus load --help)."""
-    command = typer.main.get_command(importlib.import_module("load.cli").app)
-    command.main(args=context.args or ["--help"], prog_name="moonbus load")
+    _run(importlib.import_module("load.cli").app, context.args or ["--help"], "moonbus load")
 
 
 @app.command(rich_help_panel=_TOOLS, add_help_option=False, context_settings={
     "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def sim(context: typer.Context) -> None:
     """Simulate a cluster on a trace, with the conductor that runs in production (see: moonbus sim --help)."""
-    command = typer.main.get_command(importlib.import_module("load.sim.cli").app)
-    command.main(args=context.args or ["--help"], prog_name="moonbus sim")
+    _run(importlib.import_module("load.sim.cli").app, context.args or ["--help"], "moonbus sim")
 
 
 @app.command(rich_help_panel=_TOOLS, epilog="Example: moonbus docs --to docs")
@@ -301,7 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     # What libraries log is for services, which set their logs up; a command says itself what went wrong.
     logging.getLogger().addHandler(logging.NullHandler())
     try:
-        app(args=arguments, prog_name="moonbus")
+        _run(app, arguments, "moonbus")
     except UserError as error:
         _fail(str(error))
     except BusError as error:
@@ -314,9 +312,27 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"this is a bug: {type(error).__name__}: {error} (stack trace: {_save_trace()})")
 
 
-def _fail(line: str) -> None:
+def _run(commands: typer.Typer, arguments: list[str] | None, name: str) -> None:
+    """Runs one of ``commands`` and ends the process; what is wrong with ``arguments`` is said in one line."""
+    try:
+        code = commands(args=arguments, prog_name=name, standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except Exception as error:
+        # NOTE: known by what they can do, since typer, as it grew, had them from one place and another.
+        context, told = getattr(error, "ctx", None), getattr(error, "format_message", None)
+        if told is None:
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # has printed the help
+            raise SystemExit(2) from None
+        line = " ".join(told().split()).rstrip(".")
+        _fail(f"{line}; see: {context.command_path if context is not None else name} --help", code=2)
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _fail(line: str, *, code: int = 1) -> None:
     sys.stderr.write(f"moonbus: {line}\n")
-    raise SystemExit(1)
+    raise SystemExit(code)
 
 
 def _save_trace() -> Path:

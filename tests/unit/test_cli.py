@@ -48,9 +48,24 @@ def test_defaults_in_the_help_of_up_are_those_of_the_settings(capsys: pytest.Cap
     assert "smollm2-135m]" in said and "[default: 8000]" in said
 
 
-def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("worker") == 2
-    assert "workers" in capsys.readouterr().err
+@pytest.mark.parametrize(("wrong", "line"), [
+    ("worker", "No such command 'worker'. Did you mean 'workers'?; see: moonbus --help"),
+    ("kv ls --limits 3", "No such option: --limits"),
+    ("kv lineage", "Missing argument"),
+    ("load bench-catalog --minutes x", "Invalid value for '--minutes'"),
+    ("sim run", "Missing option '--trace'"),
+])
+def test_a_command_line_that_is_wrong_is_one_line(wrong: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*wrong.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"moonbus: {line}") and said.count("\n") == 1
+    assert "; see: moonbus" in said
+
+
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kv") == 2
+    said = capsys.readouterr()
+    assert "lineage" in said.out + said.err
 
 
 def test_a_user_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
