@@ -35,6 +35,20 @@ def bye(worker: str = "w1", life: int = 1) -> Bye:
     return Bye(worker=WorkerId(worker), incarnation=Incarnation(f"{worker}.{life}"))
 
 
+def test_an_elastic_worker_does_both_and_each_load_is_kept_apart() -> None:
+    members = Membership(suspect_after_s=SUSPECT_S, dead_after_s=DEAD_S)
+    members.hello(msgspec.structs.replace(hello(), elastic=True), now=0.0)
+    members.hello(hello("w2"), now=0.0)
+    for role, queued in (("prefill", 3), ("decode", 2)):
+        members.load(msgspec.structs.replace(load(), role=role, queued=queued), now=1.0)
+    one = members.get(WorkerId("w1"))
+    assert one is not None and one.load is not None and one.other_load is not None
+    assert (one.load.queued, one.other_load.queued) == (3, 2)
+    spec = SPEC.digest
+    assert [[member.hello.worker for member in members.usable(spec, role)] for role in ("prefill", "decode", "store")] \
+        == [["w1", "w2"], ["w1"], []]
+
+
 def some() -> Membership:
     return Membership(suspect_after_s=SUSPECT_S, dead_after_s=DEAD_S)
 

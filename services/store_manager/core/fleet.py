@@ -119,7 +119,8 @@ class Fleet:
     def queued(self, worker: WorkerId) -> int:
         """Prompt tokens that wait there."""
         member = self._membership.get(worker)
-        return member.load.queued_tokens if member is not None and member.load is not None else 0
+        loads = () if member is None else (member.load, member.other_load)
+        return sum(load.queued_tokens for load in loads if load is not None)
 
     def weight(self, worker: WorkerId, *, now: float) -> float:
         """The share of copying it takes: see the module."""
