@@ -29,6 +29,7 @@ from shared.models import resolve
 from shared.settings import load
 from shared.stack_state import StackState, find_stack
 from shared.units import format_bytes
+from shared.worker.settings import StoreSettings
 
 LEAST_DISK_BYTES = 2 * 2**30
 LEAST_FILES = 1024
@@ -87,6 +88,7 @@ def _stack(settings: Settings, running: StackState | None) -> Iterator[Finding]:
     yield _memory(settings)
     yield _disk("data directory", settings.data_path())
     yield _disk("model cache", settings.cache_path())
+    yield from examine_ssds()
     yield _files()
 
 
@@ -169,6 +171,39 @@ def _disk(what: str, path: Path) -> Finding:
     if free < LEAST_DISK_BYTES:
         return Finding("warn", what, f"{format_bytes(free)} free at {existing}", "free some space")
     return Finding("ok", what, f"{path}, {format_bytes(free)} free")
+
+
+def examine_ssds() -> Iterator[Finding]:
+    """The directories for KV blocks that the environment names for workers of this host."""
+    what, named, wrong = "SSD for KV blocks", dict[str, int](), dict[str, None]()
+    for service in ("prefill", "decode", "store"):
+        try:
+            ssd = load(StoreSettings, service, whole=False).ssd
+        except UserError as error:
+            wrong[str(error)] = None
+        else:
+            if ssd.dir:
+                named[ssd.dir] = max(ssd.bytes, named.get(ssd.dir, 0))
+    yield from (Finding("fail", what, why) for why in wrong)
+    for given, nbytes in named.items():
+        yield _ssd(what, Path(given).expanduser().absolute(), nbytes)
+    if not named and not wrong:
+        yield Finding("absent", what, "none; MOONBUS_SSD_DIR gives workers one, and MOONBUS_WORKER_ID names whose "
+                                      "blocks lie there")
+
+
+def _ssd(what: str, path: Path, nbytes: int) -> Finding:
+    """A directory in which one worker may take ``nbytes``, what it holds already among them."""
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    disk = shutil.disk_usage(existing)
+    if not disk.total:
+        return Finding("fail", what, f"{path} is on no disk", "choose another directory")
+    finding = _disk(what, path)
+    room = disk.free + sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+    if finding.verdict == "ok" and room < nbytes:
+        return Finding("warn", what, f"{path} has room for {format_bytes(room)} of the {format_bytes(nbytes)} that one "
+                                     "worker may take", "free some space or lower MOONBUS_SSD_BYTES")
+    return finding
 
 
 def _files() -> Finding:
