@@ -697,8 +697,8 @@ class RdmaSession(Session):
         self._recent: OrderedDict[int, list[int]] = OrderedDict()
         """{number of a committed claim: what was bad}, for a sender that did not hear so."""
         self._landing: Landing | None = None
-        self._waiting: deque[tuple[int, frames.Begin]] = deque()
-        """Rail and claim of those that wait for room to land; some are over already."""
+        self._waiting: dict[int, frames.Begin] = {}
+        """{number: claim}, in the order of their coming, of those that wait for room to land."""
         connection.attend = self._attend
 
     def _greet(self) -> None:
@@ -777,21 +777,19 @@ class RdmaSession(Session):
             del arrival.claims[claim.id]
             self._refuse(claim, f"more than {LANDING_BYTES} bytes at a time cannot land here")
             return
-        self._waiting.append((claim.rail, claim))
+        self._waiting[claim.id] = claim
 
     def _let_in(self) -> None:
         """Clears those that wait, in order, as far as there is room where they land."""
         landing = self._landing
         while self._waiting and landing is not None:
-            rail, claim = self._waiting[0]
-            arrival = self._rails.get(rail)
-            if arrival is not None and arrival.claims.get(claim.id) is claim:
-                at = landing.take(claim.id, sum(span.length for span in claim.spans))
-                if at is None:
-                    return
-                offsets = list(accumulate((span.length for span in claim.spans[:-1]), initial=at))
-                self._clear(claim, arrival, {frames.LANDING: landing.memory}, offsets)
-            self._waiting.popleft()
+            claim = next(iter(self._waiting.values()))
+            at = landing.take(claim.id, sum(span.length for span in claim.spans))
+            if at is None:
+                return
+            del self._waiting[claim.id]
+            offsets = list(accumulate((span.length for span in claim.spans[:-1]), initial=at))
+            self._clear(claim, self._rails[claim.rail], {frames.LANDING: landing.memory}, offsets)
 
     def _clear(self, claim: frames.Begin, arrival: _Arrival, segments: Mapping[str, Segment],
                landing: list[int]) -> None:
@@ -833,7 +831,7 @@ class RdmaSession(Session):
                 if completion.status is not Status.SUCCESS:
                     return False
                 claim = arrival.claims.pop(completion.immediate if completion.immediate is not None else -1, None)
-                if claim is None:
+                if claim is None or claim.id in self._waiting:
                     raise frames.FrameError(f"rail {rail} reports claim {completion.immediate}, "
                                             f"which is not in progress")
                 arrival.pair.receive()
@@ -872,6 +870,7 @@ class RdmaSession(Session):
 
     def _end_badly(self, number: int) -> None:
         """Fails the writer of a claim; nothing writes for it any more."""
+        self._waiting.pop(number, None)
         if self._landing is not None:
             self._landing.give_back(number)
         self._ledger.fail(self._writers.pop(number))

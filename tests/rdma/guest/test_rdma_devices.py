@@ -21,9 +21,12 @@ from shared.transfer import (
     TransferEngine,
     TransferSettings,
     TransferTimeout,
+    frames,
 )
+from shared.transfer.channel import Closed
 from shared.transfer.device import Way
-from tests.rdma.guest.test_rdma_faults import blocks, cable_pulled
+from shared.transfer.verbs import Status
+from tests.rdma.guest.test_rdma_faults import RawSender, blocks, cable_pulled
 from tests.support.device_memory import OpenMemory, VeiledMemory
 from tests.support.eventually import eventually
 from tests.support.transfer_peer import PATIENCE_S, noise
@@ -145,6 +148,27 @@ async def test_pushes_that_want_more_room_to_land_than_there_is_take_turns() -> 
         for push in pushes:
             assert (await asyncio.wait_for(push, PATIENCE_S)).ok
         assert pair.content() == data
+
+
+async def test_a_sender_that_does_not_wait_for_room_to_land_loses_its_connection() -> None:
+    async with opened(None, VeiledMemory) as pair:
+        raw = await asyncio.to_thread(RawSender, pair.receiver.endpoint)
+        try:
+            whole = frames.Span("kv", 0, NBYTES)
+            keys, go = await asyncio.to_thread(raw.claim, pair.grant, whole, number=1)
+            assert isinstance(keys, frames.Keys) and keys.segment == frames.LANDING
+            assert isinstance(go, frames.Go) and go.landing == [0]
+            go, = await asyncio.to_thread(raw.claim, pair.grant, whole, number=2)
+            assert isinstance(go, frames.Go) and go.landing == [NBYTES]
+            raw.begin(pair.grant, whole, number=3)  # there is no room: nothing is answered
+            assert await asyncio.to_thread(raw.write, keys.address, keys.key, 1, immediate=3) is Status.SUCCESS
+            with pytest.raises((Closed, ConnectionError)):
+                await asyncio.to_thread(raw.connection.receive)
+            assert pair.receiver.statistics().dropped_connections == {"protocol": 1}
+            assert pair.content() == bytes(NBYTES), "nothing was put in its place"
+            await asyncio.wait_for(pair.receiver.release(OP), PATIENCE_S)
+        finally:
+            raw.close()
 
 
 @pytest.mark.parametrize("slow", ["sender's", "receiver's"])

@@ -233,10 +233,14 @@ class RawSender:
         self._pair.connect(Remote(answer.number, answer.psn, card.gid, card.lid, card.mtu), psn=1, gid_index=gid.index,
                            timing=TIMING)
 
-    def claim(self, grant: Grant, *spans: frames.Span, number: int = 1, timeout_ms: int = 60_000) -> list[frames.Body]:
-        """What is answered, up to GO or ACK."""
+    def begin(self, grant: Grant, *spans: frames.Span, number: int = 1, timeout_ms: int = 60_000) -> None:
+        """Makes a claim."""
         self.connection.send(frames.Begin(number, grant.operation, grant.incarnation, grant.token, timeout_ms,
                                           list(spans), None, [], 0, -1))
+
+    def claim(self, grant: Grant, *spans: frames.Span, number: int = 1, timeout_ms: int = 60_000) -> list[frames.Body]:
+        """What is answered, up to GO or ACK."""
+        self.begin(grant, *spans, number=number, timeout_ms=timeout_ms)
         answers = [self.connection.receive()]
         while isinstance(answers[-1], frames.Keys):
             answers.append(self.connection.receive())
