@@ -12,7 +12,7 @@ USUAL = Priority(head_start_s=0.0, ttft_slo_s=10.0, tbt_slo_s=None)
 
 
 def test_a_class_has_what_it_says_and_else_what_is_usual() -> None:
-    assert priorities(("high=20s/2s/100ms", "Bulk = -1min".replace(" ", ""), "chat=0//50ms"), usual=USUAL) == {
+    assert priorities(("high=20s/2s/100ms", "Bulk=-1min", "chat=0//50ms"), usual=USUAL) == {
         "high": Priority(head_start_s=20.0, ttft_slo_s=2.0, tbt_slo_s=0.1),
         "bulk": Priority(head_start_s=-60.0, ttft_slo_s=10.0, tbt_slo_s=None),
         "chat": Priority(head_start_s=0.0, ttft_slo_s=10.0, tbt_slo_s=0.05)}
