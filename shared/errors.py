@@ -70,9 +70,10 @@ class NoResponders(BusError):
 class RequestTimeout(BusError):
     """No reply came before the deadline."""
 
-    def __init__(self, subject: str, timeout_s: float) -> None:
+    def __init__(self, subject: str, timeout_s: float, *, away: str = "") -> None:
+        """``away`` names the bus if it could not be reached meanwhile."""
         self.subject, self.timeout_s = subject, timeout_s
-        super().__init__(f"no reply on {subject} within {timeout_s:.3g} s")
+        super().__init__(f"no reply on {subject} within {timeout_s:.3g} s" + (f", {away} is away" if away else ""))
 
 
 class PayloadTooLarge(BusError):

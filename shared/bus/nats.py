@@ -102,7 +102,8 @@ class NatsBus:
         except nats_errors.NoRespondersError as error:
             raise NoResponders(address.text) from error
         except nats_errors.TimeoutError as error:
-            raise RequestTimeout(address.text, timeout_s) from error
+            away = "" if self._client.is_connected else "NATS"
+            raise RequestTimeout(address.text, timeout_s, away=away) from error
         except nats_errors.Error as error:
             raise BusError(f"cannot ask {address.text}: {error}") from error
         self._counters.published += 1
@@ -328,6 +329,10 @@ class NatsBus:
                     await pulls.unsubscribe()
                 except (nats_errors.Error, OSError) as error:
                     _log.debug("unsubscribe_failed", extra={"fields": {"why": error}})
+        if not self._client.is_connected:
+            # What waits cannot be sent any more. The client would try, on the connection that is gone; uvloop raises
+            # RuntimeError then, and half of the closing is left undone.
+            self._client._pending, self._client._pending_data_size = [], 0
         await self._client.close()
 
     def _next_server(self, servers: list[Server], info: dict[str, Any]) -> tuple[Server, float]:

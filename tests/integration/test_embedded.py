@@ -23,10 +23,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from services.launcher import embedded
 from shared.bus.nats import NatsBus
 from shared.bus.streams import CONSUMERS, STREAMS
-from shared.bus.subjects import BYE
-from shared.errors import UserError
+from shared.bus.subjects import BYE, STATS
+from shared.errors import RequestTimeout, UserError
 from shared.ids import Incarnation, WorkerId
-from shared.messages import Bye
+from shared.messages import Bye, StatsQuery
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +76,14 @@ async def test_nats_keeps_its_streams_and_its_port_over_a_restart(tmp_path: Path
 
 async def pending_is(bus: NatsBus, count: int) -> bool:
     return await bus.pending(CONSUMERS[0]) == count
+
+
+async def test_who_asks_while_nats_is_away_hears_so(tmp_path: Path) -> None:
+    async with embedded.nats_server(tmp_path / "nats") as server, NatsBus.connect(server.url, name="asker") as bus:
+        await server.stop(kill=True)
+        await eventually(lambda: not bus.connected, timeout_s=20.0)
+        with pytest.raises(RequestTimeout, match="NATS is away"):
+            await bus.request(STATS.at(), StatsQuery(), timeout_s=0.1)
 
 
 async def test_postgres_keeps_its_data_and_its_url_over_a_restart_and_a_crash(postgres: embedded.Postgres) -> None:

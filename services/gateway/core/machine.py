@@ -382,7 +382,7 @@ class RequestMachine:
                 return []
             return self._end("rejected", Problem(
                 status=503, code="no_conductor", retry_after_s=1.0,
-                message=f"no conductor answered within {self.limits.place_timeout_s:g} s"))
+                message=f"no conductor answered within {self.limits.place_timeout_s:g} s; the last time: {why}"))
         if self._handed_over:
             return []
         worker = self._asked_worker()
