@@ -107,7 +107,8 @@ class StoreAgent:
         #: what happened and is not announced yet, in order
         self._pending: list[StoredBlock | Gone] = []
         self._wake = asyncio.Event()
-        self._released = asyncio.Event()
+        self._released: asyncio.Event | None = None
+        """What somebody waits for, if anybody does."""
         self._cooled = asyncio.Event()
         """Some block may have become one to copy to the SSD."""
         self._uncopied: dict[BlockKey, float] = {}
@@ -208,6 +209,8 @@ class StoreAgent:
     @property
     def next_release(self) -> asyncio.Event:
         """Is set when an operation ends from now on. Take it before looking for room, so that no end is missed."""
+        if self._released is None:
+            self._released = asyncio.Event()
         return self._released
 
     def seal(self, operation: OperationId, slot: int, block: StoredBlock) -> None:
@@ -239,8 +242,9 @@ class StoreAgent:
         self._tell_waiting()
 
     def _tell_waiting(self) -> None:
-        self._released.set()
-        self._released = asyncio.Event()
+        if self._released is not None:
+            self._released.set()
+            self._released = None
 
     def announce_stored(self, blocks: Sequence[StoredBlock]) -> None:
         """Queues the news of stored blocks; the next turn of the loop sends it."""

@@ -159,16 +159,20 @@ class Doors:
         Raises :class:`Gone`, :class:`Late` or a :class:`StoreError`.
         """
         with self._lock:
+            self._taken += 1
             idle = self._idle.get((seat.worker, seat.incarnation, serves))
             visit = idle.pop() if idle else None
         if visit is not None and visit.line.hung_up():
             visit.line.close()
             visit = None
         if visit is None:
-            visit = self._open(call, seat, serves)
+            try:
+                visit = self._open(call, seat, serves)
+            except BaseException:
+                with self._lock:
+                    self._taken -= 1
+                raise
         call.lines.add(visit.line)
-        with self._lock:
-            self._taken += 1
         if call.cancelled:
             self.drop(call, visit)
             raise Gone("the call was cancelled")

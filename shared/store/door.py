@@ -25,7 +25,7 @@ from msgspec import structs
 from shared.bus.bus import Bus
 from shared.bus.subjects import DOOR
 from shared.clock import Clock
-from shared.ids import HostId, Incarnation, WorkerId
+from shared.ids import HostId, Incarnation, OperationId, WorkerId
 from shared.kv import CacheSpec
 from shared.store import door_frames as frames
 from shared.store.agent import StoreAgent
@@ -123,8 +123,9 @@ class Door:
         local = sock.family == socket.AF_UNIX
         if not local:
             keep_alive(sock)
-        visit = Visit(Line(sock, frames.decode_request), local, f"door-{next(self._numbers)}", peer, now_s,
-                      now_s + HANDSHAKE_S)
+        name = f"door-{next(self._numbers)}"
+        visit = Visit(Line(sock, frames.decode_request), local, name, peer, now_s, now_s + HANDSHAKE_S,
+                      OperationId(f"{name}.stock"))
         self._visits.add(visit)
         self._loop.add_reader(sock.fileno(), self._hear, visit)
 

@@ -73,8 +73,9 @@ class Holds:
         self._lent += count
         self._lent_to[borrower] += count
         _HITS.inc(len(found))
-        _MISSES.inc(len(slots) - len(found))
-        self._count_foreign(keys, here)
+        if len(found) < len(slots):
+            _MISSES.inc(len(slots) - len(found))
+            self._count_foreign(keys, here)
         sums = [checksum(self._keep.bytes_of(slot)) for slot in found] if visit.proofs and visit.local else []
         return frames.Found(slots, until_s, sums)
 

@@ -139,7 +139,7 @@ class Intake:
         """Copies into private ``slots``; while the helper does so, the values ``before`` become visible."""
         self._begin(visit, ask, slots)
         try:
-            if not visit.inbox:
+            if not visit.inbox and (before is not None or len(slots) > 1):  # one value alone is no batch's beginning
                 visit.inbox.extend(visit.line.receive_now())  # then these, too, have something to be done beside them
         except (Closed, OSError):
             pass  # the loop will meet it as well

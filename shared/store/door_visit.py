@@ -43,6 +43,8 @@ class Visit:
     """When it came, or was last heard."""
     deadline_s: float | None
     """By when it must have entered; ``None`` once it has."""
+    stock_operation: OperationId
+    """Of its stock, and of slots that are being filled."""
     enter: frames.Enter | None = None
     loans: deque[Hold] = field(default_factory=deque)
     """Oldest first; one that is over stays until the client says that it knows."""
@@ -68,11 +70,6 @@ class Visit:
     """Questions that were read and are not answered yet; without a thread."""
     sources: dict[int, MappedSegment] = field(default_factory=dict)
     """{serial: memory of the client}; the thread's if there is one."""
-
-    @property
-    def stock_operation(self) -> OperationId:
-        """Of its stock, and of slots that are being filled."""
-        return OperationId(f"{self.id}.stock")
 
     @property
     def tenant(self) -> str:

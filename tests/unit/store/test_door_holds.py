@@ -75,7 +75,7 @@ def visit(client: str, number: int = 0, tenant: str = "") -> Visit:
     """A local one that has entered."""
     enter = frames.Enter(frames.VERSION, client, "1", "", tenant, 0.0, b"", 0, "", 0.0)
     line: Any = None
-    return Visit(line, True, f"{client}-{number}", client, 0.0, None, enter)
+    return Visit(line, True, f"{client}-{number}", client, 0.0, None, OperationId("stock"), enter)
 
 
 def get(*blocks: StoredBlock) -> frames.Get:
