@@ -201,10 +201,10 @@ class DecodeShell:
             return refused(message, "draining", f"{self._worker.id} is stopping")
         if len(self._requests) >= self._settings.max_reserved:
             return refused(message, "capacity", f"{self._worker.id} holds {len(self._requests)} requests, its limit")
-        if no_room := room.refuses_answer():
-            return refused(message, "capacity", f"{self._worker.id} reserves nothing now: {no_room}")
         tokens, keys = unpack_tokens(message.tokens).tolist(), unpack_keys(message.keys)
         blocks = self._worker.spec.blocks_of(len(tokens))
+        if no_room := room.refuses_answer(blocks):
+            return refused(message, "capacity", f"{self._worker.id} reserves nothing now: {no_room}")
         own = self._agent.pin(operation, keys)
         need = blocks - len(own)
         roomy = need + len(self._batch) < self._agent.pool.available

@@ -182,7 +182,7 @@ class PrefillShell:
         job = _Job(message=message, operation=operation, tokens=unpack_tokens(message.tokens),
                    keys=unpack_keys(message.keys), arrived_s=time.time())
         self._jobs[operation] = job
-        self._worker.room.prompt_taken(operation)
+        self._worker.room.prompt_taken(operation, self._spec.blocks_of(len(job.tokens)))
         self._idle.clear()
         job.task = asyncio.create_task(self._supervise(job), name=f"prefill-{operation}")
         job.task.add_done_callback(lambda task: self._give_back(job))
@@ -310,6 +310,7 @@ class PrefillShell:
                 if slots is not None:
                     self._worker.room.prompt_served(job.operation)
                     return cached, slots
+                self._worker.room.prompt_waits(job.operation)
                 await released.wait()
 
     @contextmanager

@@ -4,7 +4,7 @@ Pure. Theory of operation. An answer holds its slots from its reservation on, wh
 a prompt that was taken waits *here* for its slots. Two workers, each full of reservations, would so wait for each
 other's prompts for ever. Everything else ends by itself: prompts that have their slots, answers that run. Therefore
 
-* a prompt is taken only if it fits beside what is reserved, and while a prompt waits nothing more is reserved;
+* prompts that were taken fit, each for itself, beside all that is reserved; while one waits nothing more is reserved;
 * while an answer that lost its slots waits for new ones, neither is taken.
 
 What was taken before that is finite, so whoever waits gets its slots.
@@ -26,7 +26,9 @@ class Room:
         #: {answer whose prompt is computed elsewhere: blocks it holds}
         self._reserved: dict[OperationId, int] = {}
         self._reserved_blocks = 0
-        #: prompts that have no slots yet
+        #: {prompt that has no slots yet: blocks it needs}
+        self._prompts: dict[OperationId, int] = {}
+        #: those of them for which there was no room
         self._waiting: set[OperationId] = set()
         self.answers_wait: Callable[[], bool] = lambda: False
         """Whether an answer has lost its slots; set by who decodes."""
@@ -43,18 +45,29 @@ class Room:
             return f"it needs {blocks} of {self._total} blocks{taken}"
         return "an answer waits for memory" if self.answers_wait() else ""
 
-    def refuses_answer(self) -> str:
-        """Why no answer gets a reservation now; empty when it does."""
+    def refuses_answer(self, blocks: int = 0) -> str:
+        """Why an answer whose prompt has so many blocks gets no reservation now; empty when it does."""
         if self._waiting:
             return f"{len(self._waiting)} prompts wait for memory"
-        return "an answer waits for memory" if self.answers_wait() else ""
+        if self.answers_wait():
+            return "an answer waits for memory"
+        largest = max(self._prompts.values(), default=0)
+        if largest and self._reserved_blocks + blocks + largest > self._total:
+            return f"a prompt was taken that needs {largest} of {self._total} blocks"
+        return ""
 
-    def prompt_taken(self, operation: OperationId) -> None:
-        """It waits for its slots from now on."""
-        self._waiting.add(operation)
+    def prompt_taken(self, operation: OperationId, blocks: int) -> None:
+        """It will need so many slots."""
+        self._prompts[operation] = blocks
+
+    def prompt_waits(self, operation: OperationId) -> None:
+        """There was no room for it. Idempotent."""
+        if operation in self._prompts:
+            self._waiting.add(operation)
 
     def prompt_served(self, operation: OperationId) -> None:
         """It has its slots, or is gone. Idempotent."""
+        self._prompts.pop(operation, None)
         self._waiting.discard(operation)
 
     def reserved(self, operation: OperationId, blocks: int) -> None:

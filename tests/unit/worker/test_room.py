@@ -43,7 +43,7 @@ class Node:
         self.room.answers_wait = lambda: bool(self.evicted)
 
     def reserve(self, request: Request) -> bool:
-        if self.room.refuses_answer() or request.prompt > self.free:
+        if self.room.refuses_answer(request.prompt) or request.prompt > self.free:
             return False
         self.room.reserved(request.name, request.prompt)
         self.free -= request.prompt
@@ -59,13 +59,15 @@ class Node:
     def take(self, request: Request) -> bool:
         if self.room.refuses_prompt(request.prompt):
             return False
-        self.room.prompt_taken(request.name)
+        self.room.prompt_taken(request.name, request.prompt)
         self.queue.append(request)
         return True
 
     def step(self, others: list[Node]) -> bool:
         """One thing that this worker can do without anybody's leave; false when there is none."""
-        if self.queue and self.queue[0].prompt <= self.free:
+        if self.queue and self.queue[0].prompt > self.free:
+            self.room.prompt_waits(self.queue[0].name)
+        elif self.queue:
             request = self.queue.pop(0)
             self.free -= request.prompt
             self.room.prompt_served(request.name)
@@ -140,8 +142,8 @@ def test_a_worker_of_one_kind_may_promise_more_than_it_has() -> None:
     prefill, decode = Room(TOTAL), Room(TOTAL)
     for number in range(20):
         assert not prefill.refuses_prompt(TOTAL)
-        prefill.prompt_taken(OperationId(str(number)))
-        assert not decode.refuses_answer()
+        prefill.prompt_taken(OperationId(str(number)), TOTAL)
+        assert not decode.refuses_answer(TOTAL)
         decode.reserved(OperationId(str(number)), TOTAL)
 
 
@@ -151,9 +153,14 @@ def test_a_refusal_says_the_numbers() -> None:
     room.reserved(OperationId("answer"), 3)
     assert room.refuses_prompt(6) == "it needs 6 of 8 blocks, 3 are reserved for answers"
     assert room.refuses_prompt(5) == ""
+    room.prompt_taken(OperationId("prompt"), 4)
+    assert (room.refuses_answer(1), room.refuses_answer(2)) == ("", "a prompt was taken that needs 4 of 8 blocks")
     room.answers_wait = lambda: True
     assert room.refuses_prompt(5) == room.refuses_answer() == "an answer waits for memory"
-    room.prompt_taken(OperationId("prompt"))
+    room.prompt_waits(OperationId("prompt"))
     assert room.refuses_answer() == "1 prompts wait for memory"
+    room.prompt_served(OperationId("prompt"))
+    room.answers_wait = lambda: False
+    assert room.refuses_answer(5) == ""
     with pytest.raises(Bug):
         room.reserved(OperationId("answer"), 3)
