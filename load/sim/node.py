@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from load.sim.loop import Loop
     from load.sim.prefill import PrefillNode
 
-STRETCH = 3.0
+STRETCH = 2.0
 """Beside prompts, a token takes so many times what it takes a lone request."""
 CHUNK_COST = 1.2
 """Prompts computed in the small pieces that fit between two tokens take so much longer: the published GPU time of

@@ -163,6 +163,8 @@ class _Pool:
     """These, by role."""
     roles: Roles | None
     """Decides who of them has which role; ``None`` when each has but one."""
+    version: int
+    """Of the roles."""
 
 
 class Conductor:
@@ -295,8 +297,8 @@ class Conductor:
                     for model, error in worker.costs.errors().items()})
 
     def advice(self, now: float) -> dict[SpecDigest, Advice]:
-        """{spec: whether its workers' roles fit its load}, of specs that were asked for and have two workers or more;
-        changes nothing."""
+        """{spec: whether its workers' roles fit its load}, of specs that were asked for and have two workers or more.
+        To be asked every second or so: looks at the load are counted."""
         return {spec: roles.advice(takers, now) for spec, roles in self._roles.items()
                 if len(takers := self._takers(spec)) > 1}
 
@@ -323,6 +325,11 @@ class Conductor:
             usable = self._usable([worker for worker in pool.takers if worker.id not in ask.exclude], pool.roles,
                                   excluded=sum(worker.id in ask.exclude for worker in pool.takers))
         answer = self._placer.place(ask, self._cluster, usable, match, now=now)
+        if isinstance(answer, Rejection) and pool.roles is not None and _is_full(usable, ask):
+            pool.roles.call_decode(pool.takers, now)
+            usable = self._usable([worker for worker in pool.takers if worker.id not in ask.exclude], pool.roles,
+                                  excluded=usable.excluded)
+            answer = self._placer.place(ask, self._cluster, usable, match, now=now)
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[], decode_candidates=[]),
@@ -343,8 +350,11 @@ class Conductor:
 
     def _pool(self, spec: SpecDigest, now: float) -> _Pool:
         pool = self._pools.get(spec)
-        if pool is not None and (pool.roles is None or not pool.roles.look(pool.takers, now)):
-            return pool
+        if pool is not None:
+            if pool.roles is not None:
+                pool.roles.look(pool.takers, now)
+            if pool.roles is None or pool.roles.version == pool.version:
+                return pool
         workers = [worker for worker in self._cluster.workers.values() if worker.spec == spec
                    and self._membership.members[worker.id].state == "alive"]
         takers = self._takers(spec)
@@ -353,7 +363,7 @@ class Conductor:
             roles = self._roles_of(spec, now)
             roles.look(takers, now)
         pool = _Pool(workers[0].hello.spec.block_tokens if workers else 1, tuple(worker.id for worker in workers),
-                     takers, self._usable(takers, roles, excluded=0), roles)
+                     takers, self._usable(takers, roles, excluded=0), roles, roles.version if roles is not None else 0)
         if workers:  # else anybody could make us remember what nobody has
             self._pools[spec] = pool
         return pool
@@ -392,10 +402,8 @@ class Conductor:
         placement = placed.placement
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
                             ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant, head_start_s=placed.head_start_s)
-        decode, job = self._cluster.workers.get(placement.decode), self._cluster.jobs.get(placement.request)
-        if decode is not None and job is not None:
-            self._roles_of(decode.spec, now).asked(
-                prefill_s=job.work_s, decode_s=decode.answer_s(job.num_tokens, job.answer_tokens), now=now)
+        if (prefill := self._cluster.workers.get(placement.prefill)) is not None:
+            self._roles_of(prefill.spec, now).asked(placement.predicted_prefill_s, now)
         if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:
             self._promises.make(placement.request, placement.prefill, placed.keys,
                                 until_s=now + placement.predicted_ttft_s + self._policy.promise_s)
@@ -574,6 +582,13 @@ def _wrong(ask: PlaceRequest) -> str:
         return f"a head start of {ask.head_start_s} seconds"
     slos_s = [slo_s for slo_s in (ask.ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
     return "" if all(math.isfinite(slo_s) and slo_s > 0 for slo_s in slos_s) else f"service levels of {slos_s} seconds"
+
+
+def _is_full(usable: Usable, ask: PlaceRequest) -> bool:
+    """Whether no decode worker has the room that the request needs, and would have if it were empty."""
+    needed = [(worker.needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant), worker) for worker in usable.decode]
+    return (all(blocks > worker.free_blocks() for blocks, worker in needed)
+            and any(blocks <= worker.hello.capacity_blocks for blocks, worker in needed))
 
 
 def _malformed(ask: PlaceRequest, why: str) -> Rejection:

@@ -1,4 +1,4 @@
-"""Which elastic workers prefill and which decode, by what the load needs.
+"""Which elastic workers prefill and which decode, by what the load needs; and whether fixed roles fit it.
 
 What is needed
 --------------
@@ -7,29 +7,29 @@ Both needs are in *workers*. Prompts arrive that take ``λ`` seconds of computin
 
     prefill = λ / utilisation + B / horizon
 
-Of a decode step ``f + r·batch + c·context``, ``f`` is there for nobody in particular. With steps that may take ``s``
-seconds, a share ``1 - f/s`` of a worker is left to the answers. An answer of ``L`` tokens after a prompt of ``n`` takes
-``L·(r + c·(n + L/2))`` of that, whatever its batch; these arrive at ``δ`` seconds a second. What is there already, with
-``batch`` and ``context`` over all workers, has to fit too, and so has its memory::
+Of a decode step, ``f + r·batch + c·context`` seconds, ``f`` is there for nobody in particular. What answers take of a
+worker is ``1 - f/step``, and summed over the workers this is the same however they are spread: the fuller a batch, the
+longer its steps and the fewer of them. If steps may take ``s`` seconds, a worker has ``1 - f/s`` for answers::
 
-    decode = max(δ / (1 - f/s), (r·batch + c·context) / (s - f), blocks in use / (fill · blocks of a worker))
+    decode = max(Σ (1 - f/step) / (1 - f/s), tokens of context / (fill · tokens a worker has room for))
 
-Where both together are more than there are workers, prefill is what limits: no more answers come than it lets through,
-and the first of the three is taken in that proportion.
+Counted are answers that run and those whose prefill has begun. ``s`` is a share of the bound on the time between tokens
+(see :class:`Rules`): the rest is for batches that turn out larger, and for the wait of a request until it joins one.
 
 Who does what
 -------------
 
-Workers are put in one order that all conductors know: those with the home role prefill by id, then those with the home
-role decode, by id backwards. The first so many prefill, the others decode; so two conductors that count the same agree.
-Everybody is at home until prefill needs more workers than have it as home role, or decode does; then the needed ones
-change sides, decode first, since answers that are under way suffer at once and prompts merely wait.
+Workers stand in one line that all conductors know: those at home in prefill by id, then those at home in decode by id
+backwards. So many from its front prefill, the others decode: conductors that count the same agree. Everybody is at home
+until a role needs more workers than are at home there; then the next in line change sides. Where there are not enough,
+decode has what it needs: prompts merely wait, and what is not prefilled does not have to be decoded.
 
-A need counts as the most it was in the last ``window_s``, and becomes less only when it has fallen by more than one
-worker: so a worker that was called does not go home before the load has been lower for a while.
+The need of prefill counts as the most it was in the last minutes, that of decode as the most its smoothed value was;
+and a worker is sent home only when the need has fallen by more than one. So who was called stays for a while, and a
+load that merely varies moves nobody.
 
-There is no switch message. A worker that is to prefill gets no new answers, and its first prompts when its running ones
-leave enough of it to spare. One that is to decode gets no new prompts, and answers at once: they come after a prefill.
+There is no switch message. A worker that is to prefill gets no new answers, and its first prompts once its answers
+leave enough of it; one that is to decode gets no new prompts, and its first answers when few prompts are left.
 """
 
 from __future__ import annotations
@@ -53,22 +53,27 @@ class Rules:
     """The same at the most."""
     horizon_s: float = 10.0
     """Time in which what is queued shall be computed."""
-    soon_s: float = 5.0
-    """Answers whose prefill is predicted to end within this time count."""
-    stretch: float = 2.5
-    """Steps may take so many times a lone request's, where no bound is known."""
-    bound_share: float = 0.7
-    """Steps may take this share of the bound on the time between tokens."""
+    stretch: float = 4.0
+    """Where there is no bound on the time between tokens, so many times a lone request's step is taken for it."""
+    bound_share: float = 0.65
+    """Steps may take this share of the bound at most; half of it where most answers are so short that what counts is
+    the wait for their first step."""
+    missed: float = 0.02
+    """Share of answers that may exceed the bound by that wait."""
     fill: float = 0.8
     """Share of decode memory that may be in use."""
     aside: float = 0.6
     """A worker whose step takes up to this share of what it may takes prompts beside its answers."""
+    queue_s: float = 1.0
+    """A worker with no more than this queued takes answers beside its prompts."""
     rate_s: float = 60.0
     """What arrived longer ago weighs less than 1/e."""
-    window_s: float = 30.0
+    window_s: float = 90.0
     """Needs are the most they were in this time."""
+    smooth_s: float = 10.0
+    """What was needed longer ago than this weighs less than 1/e in the need of decode."""
     slack: float = 0.25
-    """A need must be so much lower than one worker less before that one goes."""
+    """A need must be so much below one worker less before that one goes home."""
     look_s: float = 1.0
     """Pause between two looks."""
 
@@ -82,13 +87,13 @@ class Need:
     queued_s: float
     """Seconds of it that are queued, over all workers."""
     decode_rate: float
-    """Seconds of decode steps that arriving answers take a second, the fixed part of a step left out."""
+    """Seconds of decode steps that answers take a second, over all workers, the fixed part of a step left out."""
     step_s: float
     """The fixed part of a step."""
     step_limit_s: float
     """What a step may take."""
     batch: int
-    """Answers running and on their way, over all workers."""
+    """Answers that run or whose prefill has begun, over all workers."""
     context_tokens: int
     """Tokens of context of these."""
     memory: float
@@ -147,11 +152,19 @@ class _Peak:
 
     window_s: float
     slack: float
+    smooth_s: float
     workers: int = 0
     #: (when, need), falling
     _seen: deque[tuple[float, float]] = field(default_factory=deque)
+    _mean: float = 0.0
+    _at_s: float = -math.inf
 
-    def take(self, need: float, now: float) -> int:
+    def take(self, need: float, now: float, *, least: float = 0.0) -> int:
+        """``least`` is needed at once, of ``need`` a smoothed part."""
+        if self.smooth_s:
+            old = math.exp((self._at_s - now) / self.smooth_s)
+            self._mean, self._at_s = old * self._mean + (1.0 - old) * need, now
+            need = max(self._mean, least)
         seen = self._seen
         while seen and seen[-1][1] <= need:
             seen.pop()
@@ -170,87 +183,109 @@ class Roles:
     def __init__(self, *, tbt_slo_s: float | None, now: float, rules: Rules | None = None) -> None:
         self._rules = rules = rules or Rules()
         self._tbt_slo_s = tbt_slo_s
-        self._prefill_rate, self._decode_rate = _Rate(rules.rate_s, now), _Rate(rules.rate_s, now)
-        self._prefill, self._decode = (_Peak(rules.window_s, rules.slack) for _ in range(2))
-        self.next_look_s = -math.inf
-        """When :meth:`look` looks again."""
+        self._prefill_rate = _Rate(rules.rate_s, now)
+        self._prefill = _Peak(rules.window_s, rules.slack, 0.0)
+        self._decode = _Peak(rules.window_s, rules.slack, rules.smooth_s)
+        self.version = 0
+        """Counts changes of what :meth:`split` answers for the same workers."""
+        self._look_s = -math.inf
+        self._called_s = -math.inf
         self._step_limit_s = math.inf
+        self._most: float = math.inf
+        """No more workers are called to prefill than this."""
         #: who was to prefill and to decode at the last look
-        self._before: tuple[list[WorkerId], list[WorkerId]] = ([], [])
+        self._last: tuple[list[WorkerId], list[WorkerId]] = ([], [])
 
-    def asked(self, *, prefill_s: float, decode_s: float, now: float) -> None:
-        """A request was placed: seconds of computing its prompt, and of decode steps for its answer."""
-        if math.isfinite(prefill_s) and math.isfinite(decode_s):
+    def asked(self, prefill_s: float, now: float) -> None:
+        """A request was placed whose prompt takes so long to compute."""
+        if math.isfinite(prefill_s):
             self._prefill_rate.add(max(prefill_s, 0.0), now)
-            self._decode_rate.add(max(decode_s, 0.0), now)
 
     def need(self, workers: Sequence[Worker], now: float) -> Need:
         """What the load needs; ``workers`` are those that may get work, and are not empty."""
         rules = self._rules
-        step_s, request_s, token_s = (
-            sum(worker.costs.decode[term] for worker in workers) / len(workers) for term in range(3))
-        limit_s = rules.stretch * (step_s + request_s)
-        if self._tbt_slo_s is not None:
-            limit_s = max(rules.bound_share * self._tbt_slo_s, 1.1 * step_s)
-        soon = [worker.decoding_soon(now + rules.soon_s) for worker in workers]
-        batch = sum(requests for requests, _ in soon)
-        context_tokens = sum(tokens for _, tokens in soon)
-        room = [worker.hello.capacity_blocks * worker.hello.spec.block_tokens
-                for worker in workers if worker.does("decode")]
-        memory = context_tokens / max(sum(room) / max(len(room), 1), 1.0)
-        prefill_rate, decode_rate = self._prefill_rate.get(now), self._decode_rate.get(now)
+        takers = [worker for worker in workers if worker.does("decode")] or workers
+        step_s, request_s, _ = (sum(terms) / len(takers) for terms in zip(
+            *(worker.costs.decode for worker in takers), strict=True))
+        limit_s = self._step_limit(step_s + request_s, workers[0].answers.short_share)
+        batch = context_tokens = 0
+        decode_rate = 0.0
+        for worker in takers:
+            here, tokens = worker.decoding_now()
+            if here:
+                one_s = worker.costs.step_s(batch=here, context_tokens=tokens)
+                decode_rate += 1.0 - worker.costs.decode[0] / one_s
+                batch, context_tokens = batch + here, context_tokens + tokens
+        room = sum(worker.hello.capacity_blocks * worker.hello.spec.block_tokens for worker in takers) / len(takers)
+        memory = context_tokens / max(room, 1.0)
+        prefill_rate = self._prefill_rate.get(now)
         queued_s = sum(worker.queue_s(now) for worker in workers if worker.does("prefill"))
-        flow = decode_rate / (1.0 - step_s / limit_s)
-        both = prefill_rate / rules.full + flow
-        if both > len(workers):
-            flow *= len(workers) / both
         return Need(
             prefill_rate=prefill_rate, queued_s=queued_s, decode_rate=decode_rate, step_s=step_s,
             step_limit_s=limit_s, batch=batch, context_tokens=context_tokens, memory=memory,
             prefill=prefill_rate / rules.utilisation + queued_s / rules.horizon_s,
-            decode=max(flow, (request_s * batch + token_s * context_tokens) / (limit_s - step_s),
-                       memory / rules.fill))
+            decode=max(decode_rate / (1.0 - step_s / limit_s), memory / rules.fill))
 
-    def look(self, workers: Sequence[Worker], now: float) -> bool:
-        """Looks at the load when it is time to; answers whether :meth:`split` may be another one now."""
-        if now < self.next_look_s:
-            return False
-        self.next_look_s = now + self._rules.look_s
+    def _step_limit(self, lone_s: float, short_share: float) -> float:
+        """A request joins at the next step boundary, after up to a step. A short answer that waits longer than the
+        bound less a step exceeds the bound: with steps of ``s`` a share ``2 - bound/s`` of the short ones."""
+        bound_s = self._tbt_slo_s or self._rules.stretch * lone_s
+        parts = 2.0 - min(self._rules.missed / max(short_share, 1e-9), 1.0)
+        return max(min(bound_s / parts, self._rules.bound_share * bound_s), 1.1 * lone_s)
+
+    def look(self, workers: Sequence[Worker], now: float) -> None:
+        """Looks at the load, when it is time to."""
+        if now < self._look_s:
+            return
+        self._look_s = now + self._rules.look_s
         need = self.need(workers, now)
         self._prefill.take(need.prefill, now)
-        self._decode.take(need.decode, now)
+        self._decode.take(need.decode, now, least=need.memory / self._rules.fill)
+        # whom decode lets go is only wanted if prompts press now, not if they did a while ago
+        self._most = max(self._count(in_line(workers)), math.ceil(need.prefill))
         self._step_limit_s = need.step_limit_s
         prefill, decode = self.split(workers)
         split = [worker.id for worker in prefill], [worker.id for worker in decode]
-        before, self._before = self._before, split
-        return split != before
+        if split != self._last:
+            self._last = split
+            self.version += 1
+
+    def call_decode(self, workers: Sequence[Worker], now: float) -> None:
+        """No decode worker has room: one more is needed, at once, and not another one before the next look."""
+        if self._called_s + self._rules.look_s > now:
+            return
+        self._called_s = now
+        line = in_line(workers)
+        self._decode.take(0.0, now, least=float(len(line) - self._count(line) + 1))
+        self.version += 1
 
     def split(self, workers: Sequence[Worker]) -> tuple[list[Worker], list[Worker]]:
         """Who may get new prompts and who new answers, of these workers; as was right at the last look."""
         line = in_line(workers)
         count = self._count(line)
-        return [worker for worker in line[:count] if self._may_prefill(worker)] or line[:count], line[count:]
+        prefill, decode = line[:count], line[count:]
+        return ([worker for worker in prefill if self._may_prefill(worker)] or prefill,
+                [worker for worker in decode if worker.burden.behind_s <= self._rules.queue_s] or decode)
 
     def advice(self, workers: Sequence[Worker], now: float) -> Advice:
-        """Whether the ratio fits, be the workers elastic or not; changes nothing."""
-        need, line = self.need(workers, now), in_line(workers)
+        """Whether the ratio fits, be the workers elastic or not; there are two or more. Looks when it is time to."""
+        self.look(workers, now)
+        line, need = in_line(workers), self.need(workers, now)
         prefill = self._count(line)
         decode = len(line) - prefill
-        both = need.prefill + need.decode
-        best = min(max(round(len(line) * need.prefill / both), 1), len(line) - 1) if both > 0 else prefill
-        is_wrong = ((need.prefill > prefill and need.decode <= decode - 1)
-                    or (need.decode > decode and need.prefill <= prefill - 1))
-        is_short = need.prefill_rate / self._rules.full + need.decode > len(line)
-        return Advice(need, prefill, decode, best if is_wrong else prefill,
-                      len(line) - best if is_wrong else decode, is_wrong, is_short)
+        wanted = self._prefill.workers, self._decode.workers
+        is_wrong = ((wanted[0] > prefill and wanted[1] < decode) or (wanted[1] > decode and wanted[0] < prefill))
+        best = min(max(round(len(line) * wanted[0] / sum(wanted)), 1), len(line) - 1) if is_wrong else prefill
+        return Advice(need=need, prefill=prefill, decode=decode, best_prefill=best, best_decode=len(line) - best,
+                      is_wrong=is_wrong, is_short=need.prefill_rate / self._rules.full + wanted[1] > len(line))
 
     def _count(self, line: Sequence[Worker]) -> int:
         """How many of the line prefill: at least one, and not all, where that can be."""
         home = sum(worker.hello.role == "prefill" for worker in line)
-        least = max(sum(not worker.does("decode") for worker in line), 1)
-        most = min(sum(worker.does("prefill") for worker in line), len(line) - 1)
-        wanted = min(max(home, self._prefill.workers), len(line) - self._decode.workers)
-        return max(min(wanted, most), least)
+        least = sum(not worker.does("decode") for worker in line)
+        most = sum(worker.does("prefill") for worker in line)
+        wanted = min(max(home, min(self._prefill.workers, self._most)), len(line) - self._decode.workers)
+        return max(min(max(wanted, 1), most, len(line) - 1), least)
 
     def _may_prefill(self, worker: Worker) -> bool:
         """Whether its answers leave enough of it."""
@@ -263,10 +298,8 @@ class Roles:
 def in_line(workers: Sequence[Worker]) -> list[Worker]:
     """The order in which workers are taken for prefill: those that can do nothing else, then those at home there, then
     those at home in decode, backwards, and last those that can do nothing but decode."""
-    def place(worker: Worker) -> int:
-        at_home = 1 if worker.hello.role == "prefill" else 2
-        return at_home if worker.hello.elastic else 3 * (at_home - 1)
-
     line = sorted(workers, key=lambda worker: worker.id)
-    prefill, decode = ([worker for worker in line if worker.hello.role == role] for role in ("prefill", "decode"))
-    return sorted([*prefill, *reversed(decode)], key=place)
+    prefill = [worker for worker in line if worker.hello.role == "prefill"]
+    decode = [worker for worker in reversed(line) if worker.hello.role == "decode"]
+    return [*sorted(prefill, key=lambda worker: worker.hello.elastic),
+            *sorted(decode, key=lambda worker: not worker.hello.elastic)]
