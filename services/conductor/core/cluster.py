@@ -22,6 +22,7 @@ from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from shared.errors import Bug
 from shared.ids import RequestId, SpecDigest, WorkerId
+from shared.kv import KEY_BYTES
 from shared.messages import Hello, Load, Placement, Progress, Role, Source
 from shared.order import FCFS, Order
 
@@ -51,10 +52,29 @@ _SHORT_TOKENS = 11
 """Answers up to here have at most ten gaps."""
 _MOST_TENANTS = 10_000
 """Tenants whose answers are remembered apart; who was not heard of for longest goes first."""
+_MOST_BEGINNINGS = 30_000
+"""The same for beginnings of prompts."""
+_MOST_ASKED = 10_000
+"""Requests whose beginnings are remembered until their answers end; the oldest goes first."""
+_BEGIN = (0, 1, 3)
+"""Blocks of a prompt that tell what it is like; they predict best on the traces (docs/conductor.md)."""
+_BELIEF = 0.5
+"""What was seen of a beginning so many times weighs as much as what was known without."""
+
+
+Beginning = tuple[int, ...]
+"""First parts of the keys of some leading blocks of a prompt, see ``_BEGIN``; the longer it is, the fewer share it."""
+
+
+def beginning(keys: bytes) -> Beginning:
+    """That of a prompt with these packed keys."""
+    return tuple(int.from_bytes(keys[at * KEY_BYTES:at * KEY_BYTES + 8], "little")
+                 for at in _BEGIN if (at + 1) * KEY_BYTES <= len(keys))
 
 
 class Answers:
-    """What is expected of an answer, by what the same tenant's were like lately; of unknown ones, by all tenants'."""
+    """What is expected of an answer, by what those to prompts that begin alike were like lately; of unknown ones, by
+    the same tenant's, of unknown ones, by all tenants'."""
 
     def __init__(self) -> None:
         self.tokens = _FIRST_ANSWER_TOKENS
@@ -63,9 +83,19 @@ class Answers:
         """Share of answers so short that their longest tenth is one gap, the one until they join a batch; smoothed."""
         #: {tenant: (smoothed length, smoothed distance from it)}, whoever was heard of last at the end
         self._of: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        #: {block: (smoothed length, smoothed distance from it, how many)}, in the same order
+        self._after: OrderedDict[int, tuple[float, float, int]] = OrderedDict()
 
-    def observe(self, tokens: int, tenant: str) -> None:
+    def observe(self, tokens: int, tenant: str, begins: Beginning = ()) -> None:
         """One ended by itself after so many."""
+        expected, _ = self._expected(tenant, begins)
+        for block in begins:
+            usual, apart, count = self._after.pop(block, (float(tokens), abs(tokens - expected), 0))
+            weight = max(0.1, 1 / (count + 1))
+            self._after[block] = (usual + weight * (tokens - usual),
+                                  apart + weight * (abs(tokens - usual) - apart) if count else apart, count + 1)
+        while len(self._after) > _MOST_BEGINNINGS:
+            self._after.popitem(last=False)
         usual, apart = self._of.pop(tenant, (self.tokens, 0.0))
         self._of[tenant] = (0.9 * usual + 0.1 * tokens, 0.9 * apart + 0.1 * abs(tokens - usual))
         self.tokens = 0.95 * self.tokens + 0.05 * tokens
@@ -73,14 +103,24 @@ class Answers:
         if len(self._of) > _MOST_TENANTS:
             self._of.popitem(last=False)
 
-    def usual(self, tenant: str) -> float:
+    def usual(self, tenant: str, begins: Beginning = ()) -> float:
         """Tokens of a usual one."""
-        return self._of.get(tenant, (self.tokens, 0.0))[0]
+        return self._expected(tenant, begins)[0]
 
-    def most(self, tenant: str) -> float:
+    def most(self, tenant: str, begins: Beginning = ()) -> float:
         """Tokens that most of them (about four of five) stay below."""
-        usual, apart = self._of.get(tenant, (self.tokens, 0.0))
+        usual, apart = self._expected(tenant, begins)
         return usual + apart
+
+    def _expected(self, tenant: str, begins: Beginning) -> tuple[float, float]:
+        usual, apart = self._of.get(tenant, (self.tokens, 0.0))
+        for block in begins:
+            if (known := self._after.get(block)) is None:
+                break
+            belief = known[2] / (known[2] + _BELIEF)
+            usual += belief * (known[0] - usual)
+            apart += belief * (known[1] - apart)
+        return usual, apart
 
 
 class Changes:
@@ -346,17 +386,6 @@ class Worker:
                 context_tokens *= 1.0 - (tokens[last] - tokens[first]) / max(tokens[-1], 1)
         return batch, context_tokens + self._growth(batch, at_s - now)
 
-    def decoding_soon(self, by_s: float) -> tuple[int, int]:
-        """Requests that decode here, and those predicted to by then; and their tokens of context."""
-        batch = context_tokens = 0
-        for job in self.decoding.values():
-            if job.prefilled_s is not None or job.ready_s <= by_s:
-                batch += 1
-                context_tokens += job.num_tokens
-        if (load := self.decode_load) is not None:  # others' answers, and what was generated so far
-            batch, context_tokens = max(batch, load.running), max(context_tokens, load.context_tokens)
-        return batch, context_tokens
-
     def decoding_now(self) -> tuple[int, int]:
         """Requests that decode here, and those whose prefill has begun; and their tokens of context."""
         batch = context_tokens = 0
@@ -389,20 +418,16 @@ class Worker:
         step_s = self.costs.step_s(batch=batch, context_tokens=self.burden.context_tokens)
         return batch * min(max(seconds, 0.0) / max(step_s, 1e-6), self.answers.tokens)
 
-    def needed_blocks(self, num_tokens: int, max_tokens: int, tenant: str) -> int:
+    def needed_blocks(self, num_tokens: int, max_tokens: int, tenant: str, begins: Beginning = ()) -> int:
         """Slots for such a request. Decode reserves the prompt only; answers rarely reach ``max_tokens``."""
-        return blocks_for(num_tokens + min(max_tokens, round(self.answers.most(tenant))), self.hello.spec.block_tokens)
+        return blocks_for(num_tokens + min(max_tokens, round(self.answers.most(tenant, begins))),
+                          self.hello.spec.block_tokens)
 
     def residence_of(self, job: Job) -> float:
         """Predicted seconds from prefilled to done: what is usual here, or the usual answer at the present pace."""
         step_s = self._present_step_s(self.burden.context_tokens)
         longest_s = max(job.answer_tokens, 1.0) * step_s
         return min(longest_s, self.residence_s) if self.residence_s is not None else longest_s
-
-    def answer_s(self, num_tokens: int, answer_tokens: float) -> float:
-        """Seconds that an answer adds to the decode steps it is in, whoever else is."""
-        _, request_s, token_s = self.costs.decode
-        return answer_tokens * (request_s + token_s * (num_tokens + answer_tokens / 2))
 
     def next_free_s(self, now: float) -> float:
         """Predicted seconds until one of its requests is done and leaves its room."""
@@ -483,6 +508,8 @@ class Cluster:
         self.workers: dict[WorkerId, Worker] = {}
         self.jobs: dict[RequestId, Job] = {}
         self.answers = Answers()
+        #: {request: how its prompt begins}, until its answer has ended
+        self._begins: OrderedDict[RequestId, Beginning] = OrderedDict()
         self._changes = Changes()
         self.refused: Counter[str] = Counter()
         """{kind: loads and observations that cannot be true}."""
@@ -508,7 +535,8 @@ class Cluster:
         return lost
 
     def place(self, placement: Placement, *, num_tokens: int, max_tokens: int, now: float,
-              ttft_slo_s: float | None = None, tenant: str = "", head_start_s: float = 0.0) -> None:
+              ttft_slo_s: float | None = None, tenant: str = "", begins: Beginning = (),
+              head_start_s: float = 0.0) -> None:
         """A decision was made, here or by another conductor; it replaces the request's former one."""
         self.release(placement.request, now=now)
         prefill, decode = self.workers.get(placement.prefill), self.workers.get(placement.decode)
@@ -517,7 +545,10 @@ class Cluster:
                   ranked_s=placement.ranked_s or placement.predicted_prefill_s,
                   due_s=math.inf if ttft_slo_s is None else now + ttft_slo_s,
                   unmade_tokens=placement.unmade_tokens, head_start_s=head_start_s)
-        job.answer_tokens = min(max_tokens, self.answers.usual(tenant))
+        job.answer_tokens = min(max_tokens, self.answers.usual(tenant, begins))
+        self._begins[job.request] = begins
+        if len(self._begins) > _MOST_ASKED:
+            self._begins.popitem(last=False)
         if prefill is not None:
             block_bytes = prefill.hello.spec.block_bytes
             job.fetch_ahead_bytes, job.fetch_same_host = self.link(prefill, placement.sources)
@@ -533,7 +564,7 @@ class Cluster:
             prefill.prefilling[job.request] = job
             prefill.changed()
         if decode is not None:
-            job.reserved_blocks = decode.needed_blocks(num_tokens, max_tokens, tenant)
+            job.reserved_blocks = decode.needed_blocks(num_tokens, max_tokens, tenant, begins)
             decode.decoding[job.request] = job
             decode.changed()
         if prefill is not None or decode is not None:
@@ -645,12 +676,13 @@ class Cluster:
                 if job.prefilled_s is not None and job.prefilled_s < settled_s:
                     self.release(job.request, now=now)
 
-    def answered(self, completion_tokens: int, tenant: str) -> None:
+    def answered(self, completion_tokens: int, tenant: str, request: RequestId) -> None:
         """A tenant's request ended by itself after so many tokens."""
+        begins = self._begins.pop(request, ())
         if completion_tokens < 0:
             self.refused["answer"] += 1
         else:
-            self.answers.observe(completion_tokens, tenant)
+            self.answers.observe(completion_tokens, tenant, begins)
 
     def _compare(self, worker: Worker, load: Load, now: float) -> None:
         """What the worker counts and we do not is unexplained; what we count and it does not, it has computed."""

@@ -40,7 +40,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import Cluster, Worker, beginning
 from services.conductor.core.placement import Placer, Usable
 from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
@@ -238,7 +238,7 @@ class Conductor:
                 return []
             case RequestDone():
                 if event.outcome == "ok":
-                    self._cluster.answered(event.completion_tokens, event.tenant)
+                    self._cluster.answered(event.completion_tokens, event.tenant, event.request)
                 self._over(event.request, now)
                 return []
             case Answered(tag=Ask() as ask, message=reply):
@@ -401,7 +401,8 @@ class Conductor:
         """A decision burdens its workers, and promises the prompt's blocks."""
         placement = placed.placement
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
-                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant, head_start_s=placed.head_start_s)
+                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant, begins=beginning(placed.keys),
+                            head_start_s=placed.head_start_s)
         if (prefill := self._cluster.workers.get(placement.prefill)) is not None:
             self._roles_of(prefill.spec, now).asked(placement.predicted_prefill_s, now)
         if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:

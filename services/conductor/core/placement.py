@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 
 from services.conductor.core.board import Column, DecodeBoard, Mask, PrefillBoard
-from services.conductor.core.cluster import DOUBT, Cluster, Worker
+from services.conductor.core.cluster import DOUBT, Cluster, Worker, beginning
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
@@ -527,7 +527,7 @@ class Placer:
         is_old, known = self._doubted("decode", board, now)
         if is_old is not None and known is not None:
             step_s = np.where(is_old, np.minimum(step_s, board.step_s(ask.num_tokens, costs=known)), step_s)
-        needed_blocks = workers[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant)
+        needed_blocks = workers[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant, beginning(ask.keys))
         if board.full or np.minimum.reduce(board.free_blocks) < needed_blocks:
             wait_s = np.zeros(len(workers))
             for place in board.full:

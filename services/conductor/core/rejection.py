@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.conductor.core.cluster import Worker
+from services.conductor.core.cluster import Worker, beginning
 from shared.messages import Candidate, PlaceRequest, Rejection, RejectionCode
 
 _SHORTEST_S, _LONGEST_S = 0.2, 60.0
@@ -35,7 +35,8 @@ class Reasons:
 
     def no_room(self, decoders: Sequence[Worker], max_queue_s: float, candidates: list[Candidate]) -> Rejection:
         """No decode worker has room for the request's KV, or a place in its batch soon enough."""
-        needed = decoders[0].needed_blocks(self._ask.num_tokens, self._ask.max_tokens, self._ask.tenant)
+        ask = self._ask
+        needed = decoders[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant, beginning(ask.keys))
         free = max(worker.free_blocks() for worker in decoders)
         if needed > free:
             message = (f"the request needs {needed} blocks of decode memory, "

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from services.conductor.core.machine import Conductor, Converged, Started
 from services.conductor.core.policy import Policy
-from shared.ids import BlockKey, ConductorId, HostId, Incarnation, RequestId, WorkerId
+from shared.ids import BlockKey, ConductorId, GatewayId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import CacheSpec, Tier, block_keys, pack_keys, root_key
 from shared.machine import Answered, Asked, Publish, Request
 from shared.messages import (
@@ -19,6 +19,7 @@ from shared.messages import (
     PlaceRequest,
     Profile,
     Progress,
+    RequestDone,
     Since,
     Stages,
     Stored,
@@ -137,3 +138,9 @@ def answer(play: Playbook, question: Asked) -> Any:
     assert reply.token == question.token
     assert all(isinstance(effect, Publish) and isinstance(effect.message, Placed) for effect in announced)
     return reply.message
+
+
+def done(request: str, completion_tokens: int) -> RequestDone:
+    """The gateway says that the answer ended by itself."""
+    return RequestDone(request=RequestId(request), gateway=GatewayId("g"), model="toy", spec=SPEC.digest,
+                       tenant="tenant", received_at_s=0.0, outcome="ok", completion_tokens=completion_tokens)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from services.conductor.core.board import DecodeBoard, PrefillBoard
-from services.conductor.core.cluster import Answers, Cluster, Worker
+from services.conductor.core.cluster import Answers, Cluster, Worker, beginning
 from services.conductor.core.machine import Conductor
-from shared.ids import WorkerId
+from shared.ids import RequestId, WorkerId
+from shared.kv import pack_keys
 from shared.messages import Placement, Source
 from tests.support.playbook import Playbook, after
-from tests.unit.conductor.builders import answer, ask, chain, hello, load, progress, stage, stored
+from tests.unit.conductor.builders import answer, ask, chain, done, hello, load, progress, stage, stored
 
 
 def cluster(play: Playbook) -> Cluster:
@@ -128,12 +129,41 @@ def test_answers_are_expected_to_be_like_the_same_tenants_lately() -> None:
     assert answers.most("mixed") == pytest.approx(300, rel=0.1) and answers.most("short") < 25
 
 
+def test_answers_to_prompts_that_begin_alike_are_expected_to_be_alike() -> None:
+    answers = Answers()
+    for _ in range(30):
+        answers.observe(10, "tenant", (1, 2))
+        answers.observe(500, "tenant", (1, 3))
+    assert answers.usual("tenant", (1, 2)) == pytest.approx(10, abs=10)
+    assert answers.usual("tenant", (1, 3, 4)) == pytest.approx(500, rel=0.05), "what is longer and unknown says nothing"
+    assert answers.usual("tenant", (1,)) == pytest.approx(255, rel=0.15)
+    assert answers.usual("tenant", (7, 2)) == answers.usual("tenant"), "what comes after the unknown neither"
+    assert answers.most("tenant", (1, 2)) < 60 and answers.most("tenant", (1,)) > 400
+
+
+def test_a_decision_goes_by_how_long_answers_to_such_prompts_were() -> None:
+    long, short = chain("long", 4), chain("short", 4)
+    play = stage(hello("p1"), hello("d1", "decode", max_running=50))
+    for i in range(20):
+        for name, doc, tokens in (("l", long, 900), ("s", short, 5)):
+            answer(play, ask(f"{name}{i}", doc, max_tokens=1000))
+            play >> progress(f"{name}{i}", "d1", "finished", step_s=0.03, batch=1, context_tokens=300)
+            play >> done(f"{name}{i}", tokens)
+            play.take()
+    for name, doc in (("long", long), ("short", short)):
+        answer(play, ask(name, doc, max_tokens=1000))
+    jobs = cluster(play).jobs
+    assert jobs[RequestId("long")].answer_tokens > 800 and jobs[RequestId("short")].answer_tokens < 40
+    worker = cluster(play).workers[WorkerId("d1")]
+    assert worker.needed_blocks(64, 1000, "tenant", beginning(pack_keys(short))) <= 2
+
+
 def test_room_is_looked_for_by_the_tenants_answers() -> None:
     play = stage(hello("p1"), hello("d1", "decode"))
     worker = cluster(play).workers[WorkerId("d1")]
     assert worker.needed_blocks(640, 10_000, "chatty") == 10 + 4
     for _ in range(60):
-        cluster(play).answered(6400, "chatty")
+        cluster(play).answered(6400, "chatty", RequestId("r"))
     assert worker.needed_blocks(640, 10_000, "chatty") == pytest.approx(10 + 100, abs=2)
     assert worker.needed_blocks(640, 64, "chatty") == 11, "never more than it may"
 
