@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from math import isnan
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,18 @@ from shared.kv import KEY_BYTES, CacheSpec, block_keys, root_key
 from shared.store.client_core import Core, Hold
 from shared.store.client_directory import Directory, submit
 from shared.store.client_doors import BROKEN, Call, Doors, Gone
-from shared.store.client_errors import BadKey, BatchTooLarge, BusAway, NoStore, StoreTimeout, WrongSize
+from shared.store.client_errors import (
+    BadCall,
+    BadKey,
+    BadMemory,
+    BatchTooLarge,
+    BusAway,
+    NoStore,
+    StoreError,
+    StoreTimeout,
+    WrongSize,
+    counted,
+)
 from shared.store.client_memory import Buffer, Bytes, Part
 from shared.store.door_frames import Block
 from shared.store.door_line import Late
@@ -75,6 +87,7 @@ class _Calls:
         directory.on_tick = self._doors.tidy
         self._buffers: dict[int, Buffer] = {}
         self._pins: set[_Kept] = set()
+        self._closed = False
 
     @property
     def value_bytes(self) -> int:
@@ -83,24 +96,30 @@ class _Calls:
 
     def buffer(self, nbytes: int) -> Buffer:
         """New memory that workers of this host copy values out of by themselves: nothing is faster to put from."""
+        if nbytes <= 0:
+            raise counted(BadMemory(f"a buffer of {nbytes} bytes; it has at least one"))
         return self._keep(Buffer.allocate(nbytes, huge_pages=self._settings.huge_pages))
 
     def register(self, memory: Any) -> Buffer:
         """Memory that exists: a numpy array, CPU tensor, memoryview or bytearray (writable, contiguous; kept alive), or
-        the descriptor of a memfd (stays the caller's)."""
-        return self._keep(Buffer.adopt(memory))
+        the descriptor of a memfd (stays the caller's). Raises :class:`BadMemory`."""
+        try:
+            buffer = Buffer.adopt(memory)
+        except (Bug, OSError, TypeError, ValueError) as error:
+            raise counted(BadMemory(f"{type(memory).__name__} cannot be registered: {error}")) from error
+        return self._keep(buffer)
 
     def unregister(self, buffer: Buffer) -> None:
         """Lets the memory go; no call may be using it."""
         if self._buffers.pop(buffer.serial, None) is None:
-            raise Bug("this buffer is not registered here")
+            raise counted(BadMemory("this buffer is not registered here; each can be unregistered once"))
         self._doors.forget(buffer.serial)
         buffer.close()
 
     def chain(self, tokens: Sequence[int]) -> list[Block]:
         """The full blocks of a prompt, as keys of KV; the partial tail has none. Needs a cache spec of KV."""
         if self.spec.is_opaque:
-            raise BadKey(f"{self.spec.model} has values that are no KV: any text or bytes are a key")
+            raise self._bad_key(f"{self.spec.model} has values that are no KV: any text or bytes are a key")
         keys = block_keys(self._root, tokens, self.spec.block_tokens)
         return [Block(key, parent, depth, self.spec.block_tokens)
                 for depth, (key, parent) in enumerate(zip(keys, [self._root, *keys], strict=False))]
@@ -133,7 +152,7 @@ class _Calls:
     def _to_pin(self, keys: Sequence[Key], ttl_s: float) -> Do[_Kept]:
         wanted = self._keys(keys)
         if not 0 < ttl_s <= 600:
-            raise Bug(f"a pin of {ttl_s} s; more than 0 and at most 600")
+            raise counted(BadCall(f"a pin of {ttl_s} s; more than 0 and at most 600"))
 
         def pin(call: Call) -> _Kept:
             kept, holds = self._core.pin(call, fresh("pin", 4), wanted, ttl_s)
@@ -145,11 +164,18 @@ class _Calls:
         try:
             return do(call)
         except Late as error:
-            raise StoreTimeout("not done by the call's deadline") from error
+            raise counted(StoreTimeout("not done by the call's deadline")) from error
         except Gone as error:
-            raise NoStore(str(error)) from error
+            raise counted(NoStore(str(error))) from error
+        except StoreError as error:
+            counted(error)
+            raise
 
     def _new_call(self, nvalues: int, timeout_s: float | None) -> Call:
+        if self._closed:
+            raise counted(BadCall("the client was closed; calls are made within its context"))
+        if timeout_s is not None and isnan(timeout_s):
+            raise counted(BadCall("timeout_s is not a number of seconds"))
         return Call(host_clock_s() + self._settings.timeout_s(nvalues * self._nbytes, timeout_s))
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -160,15 +186,20 @@ class _Calls:
 
     def _batch(self, keys: Sequence[Key]) -> Sequence[Key]:
         if len(keys) > MAX_BATCH:
-            raise BatchTooLarge(f"a call with {len(keys)} keys; at most {MAX_BATCH} go at once")
+            raise counted(BatchTooLarge(f"a call with {len(keys)} keys; at most {MAX_BATCH} go at once"))
         return keys
 
     def _fit(self, keys: Sequence[Key], parts: Sequence[Part]) -> None:
         if len(keys) != len(parts):
-            raise Bug(f"{len(keys)} keys for {len(parts)} values")
+            raise counted(BadCall(f"{len(keys)} keys for {len(parts)} values; a value needs a key"))
         for part in parts:
+            if not isinstance(part, Part):
+                raise counted(BadMemory(f"{type(part).__name__} is no registered memory; see `register` and `buffer`"))
+            if not part.is_alive:
+                raise counted(BadMemory("this buffer was unregistered, or its client closed"))
             if part.nbytes != self._nbytes:
-                raise WrongSize(f"a value of {part.nbytes} bytes; those of {self.spec.model} have {self._nbytes}")
+                raise counted(WrongSize(
+                    f"a value of {part.nbytes} bytes; those of {self.spec.model} have {self._nbytes}"))
 
     def _keys(self, keys: Sequence[Key]) -> list[BlockKey]:
         return [self._key(key) for key in self._batch(keys)]
@@ -179,20 +210,25 @@ class _Calls:
         if self._is_opaque:
             return self._value_key(key)
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise BadKey(f"{key!r} is no key of KV: it has {KEY_BYTES} bytes, or is a block of a chain")
+            raise self._bad_key(f"{key!r} is no key of KV: it has {KEY_BYTES} bytes, or is a block of a chain")
         return BlockKey(key)
 
     def _block(self, key: Key) -> Block:
         if isinstance(key, Block):
             if self._is_opaque:
-                raise BadKey(f"a block of KV is no key of {self.spec.model}, whose values are none")
+                raise self._bad_key(f"a block of KV is no key of {self.spec.model}, whose values are none")
             return key
         if not self._is_opaque:
-            raise BadKey(f"{key!r} does not say which block of which chain it is; see `chain`")
+            raise self._bad_key(f"{key!r} does not say which block of which chain it is; see `chain`")
         return Block(self._value_key(key), self._root)
+
+    def _bad_key(self, why: str) -> BadKey:
+        return counted(BadKey(why))
 
     def _value_key(self, key: str | bytes) -> BlockKey:
         data = key.encode() if isinstance(key, str) else key
+        if not isinstance(data, bytes):
+            raise self._bad_key(f"{key!r} is no key of {self.spec.model}: any text or bytes are")
         return BlockKey(hashlib.sha256(self._value_root + data).digest())
 
     def _renewed(self, kept: _Kept) -> _Kept:
@@ -203,6 +239,7 @@ class _Calls:
         return kept
 
     def _close(self) -> None:
+        self._closed = True
         for kept in list(self._pins):
             kept.end()
         self._doors.close()
@@ -219,7 +256,7 @@ def _as_store_error() -> Iterator[None]:
     try:
         yield
     except Unavailable as error:
-        raise BusAway(str(error)) from error
+        raise counted(BusAway(str(error))) from error
 
 
 class _Kept:
@@ -484,4 +521,7 @@ def _plain_copy(to: Bytes, source: Bytes, length: int, count: int, stride: int) 
 
 def _loose(value: bytes | bytearray | memoryview) -> Part:
     """Memory that is only read, and only by this call."""
-    return Part(np.frombuffer(value, dtype=np.uint8))
+    try:
+        return Part(np.frombuffer(value, dtype=np.uint8))
+    except (TypeError, ValueError) as error:
+        raise counted(BadMemory(f"{type(value).__name__} is no value: contiguous bytes are ({error})")) from error

@@ -220,8 +220,9 @@ class Core:
     def _nobody(self) -> StoreError:
         if self._map.foreign:
             return ForeignSpec(f"no worker keeps values of {self._spec.model} as ours; {self._map.foreign}")
+        how = f" --set values={self._spec.model}:{self._nbytes}`" if self._spec.is_opaque else "`, with the same spec"
         return NoStore(f"no worker keeps values of {self._spec.model} ({self._nbytes} bytes each); "
-                       "start one with `moonbus serve store`, with the same spec")
+                       f"start one with `moonbus serve store{how}")
 
     # -- put ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@
         ├── ForeignSpec        spec       a worker serves this name with another spec
         ├── EntryRefused       token      the door does not take our token (forged, expired, of a former life)
         ├── WrongSize          size       a value, or memory for one, of another size than the spec's
+        ├── BadMemory          memory     what is no memory of this client's, or none that it can use
+        ├── BadCall            call       a call that cannot be meant: other counts, no time, a closed client
         ├── BadKey             key        a key that this spec cannot have
         ├── BatchTooLarge      batch      more keys than one call takes
         ├── StoreFull          full       back-pressure: everything the workers have is in use
@@ -21,8 +23,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from shared.errors import Unavailable, UserError
+from shared.telemetry import metrics
 
 
 class StoreError(UserError):
@@ -61,6 +65,18 @@ class WrongSize(StoreError):
     """A value, or memory for one, of another size than the spec's."""
 
     code = "size"
+
+
+class BadMemory(StoreError):
+    """What is no memory of this client's, or none that it can use."""
+
+    code = "memory"
+
+
+class BadCall(StoreError):
+    """A call that cannot be meant."""
+
+    code = "call"
 
 
 class BadKey(StoreError):
@@ -103,3 +119,12 @@ class CorruptValue(StoreError):
     """Other bytes arrived than were sent."""
 
     code = "checksum"
+
+
+E = TypeVar("E", bound=StoreError)
+
+
+def counted(error: E) -> E:
+    """``error``, which a caller is about to meet."""
+    metrics.STORE_CLIENT_ERRORS.labels(code=error.code).inc()
+    return error

@@ -62,7 +62,9 @@ class Whereabouts:
         """A worker registers."""
         if hello.spec.digest != self._digest:
             if hello.spec.model == self._spec.model:
-                self.foreign = f"worker {hello.worker}: {spec_difference(self._spec, hello.spec)}"
+                how = (f"values of {self._spec.block_bytes} bytes here, {hello.spec.block_bytes} there"
+                       if self._spec.is_opaque and hello.spec.is_opaque else spec_difference(self._spec, hello.spec))
+                self.foreign = f"worker {hello.worker}: {how}"
             return []
         self._membership.hello(hello, now=now)
         return self._act(self._seat(now))

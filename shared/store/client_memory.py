@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import Bug
+from shared.store.client_errors import BadMemory, counted
 from shared.transfer import Segment
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,6 +31,11 @@ class Part:
         """Its length."""
         return len(self.array)
 
+    @property
+    def is_alive(self) -> bool:
+        """May it be used? Memory that others could map is gone once its buffer is unregistered."""
+        return self.segment is None or self.segment.fd >= 0
+
 
 class Buffer(Part):
     """Registered memory; a slice of it (``buffer[:2 << 20]``) is a :class:`Part`, all of it is one too.
@@ -38,11 +44,12 @@ class Buffer(Part):
     ``client.register``, which keeps the caller's memory alive. Lives until it is unregistered or the client closes.
     """
 
-    __slots__ = ("_segment",)
+    __slots__ = ("_is_open", "_segment")
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment.array, segment if segment.mappable else None)
         self._segment = segment
+        self._is_open = True
 
     @classmethod
     def allocate(cls, nbytes: int, *, huge_pages: bool) -> Buffer:
@@ -65,7 +72,11 @@ class Buffer(Part):
     def close(self) -> None:
         """No call may use it any more."""
         self._segment.close()
-        self.array, self.segment = self._segment.array, None
+        self.array, self.segment, self._is_open = self._segment.array, None, False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_open
 
     def __len__(self) -> int:
         return len(self.array)
@@ -73,5 +84,5 @@ class Buffer(Part):
     def __getitem__(self, where: slice) -> Part:
         start, stop, step = where.indices(len(self.array))
         if step != 1 or stop < start:
-            raise Bug(f"{where} is no stretch of {len(self.array)} bytes")
+            raise counted(BadMemory(f"{where} is no stretch of {len(self.array)} bytes"))
         return Part(self.array[start:stop], self.segment, start)

@@ -125,6 +125,7 @@ KV_EVICTED_BLOCKS = Counter("moonbus_kv_evicted_blocks_total", "Blocks evicted, 
 STORE_DOOR_REQUESTS = Counter(
     "moonbus_store_door_requests_total", "What clients of the store asked at the door, by kind and outcome (ok, or why not).", ["kind", "outcome"])
 STORE_DOOR_VALUES = Counter("moonbus_store_door_values_total", "Values that clients of the store put and asked for, by what became of it (put, hit, miss; foreign: another tenant has it, which is a miss).", ["kind"])
+STORE_CLIENT_ERRORS = Counter("moonbus_store_client_errors_total", "In programs that are clients of the store: calls that ended with an error, by its code.", ["code"])
 KV_LARGEST_HOLE = Gauge("moonbus_kv_largest_hole_blocks", "Longest run of neighbouring free slots of the pool.")
 KV_PROMOTED_BLOCKS = Counter("moonbus_kv_promoted_blocks_total", "Blocks read back from the SSD into DRAM.")
 KV_SYNCS = Counter("moonbus_kv_syncs_total", "Resyncs served, by kind (events, snapshot).", ["kind"])

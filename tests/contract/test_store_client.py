@@ -22,14 +22,16 @@ from prometheus_client import REGISTRY
 from load.bench.store_owner import Owner, open_owner
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import DOOR
-from shared.errors import Bug, Unavailable
+from shared.errors import Unavailable
 from shared.ids import BlockKey, Incarnation, OperationId, WorkerId
 from shared.kv import CacheSpec, pack_keys, root_key
 from shared.messages import DoorOpened, OpenDoor
 from shared.store import Client, SyncClient
 from shared.store import door_frames as frames
 from shared.store.client_errors import (
+    BadCall,
     BadKey,
+    BadMemory,
     BatchTooLarge,
     BusAway,
     ForeignSpec,
@@ -73,6 +75,11 @@ def counted(kind: str, outcome: str) -> float:
     """How often the door in this process counted that."""
     labels = {"kind": kind, "outcome": outcome}
     return REGISTRY.get_sample_value("moonbus_store_door_requests_total", labels) or 0.0
+
+
+def refused(code: str) -> float:
+    """How many calls of clients in this process ended with that error."""
+    return REGISTRY.get_sample_value("moonbus_store_client_errors_total", {"code": code}) or 0.0
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +140,13 @@ async def test_registered_memory_of_every_kind_is_put_from_and_got_into(store: A
         assert await store.put_from(f"from {type(memory).__name__}", buffer[there])
         assert await store.get(f"from {type(memory).__name__}") == value(1)
         store.unregister(buffer)
-    with pytest.raises(Bug, match="not registered"):
+    with pytest.raises(BadMemory, match="not registered"):
         store.unregister(buffer)
+    part = own[:NBYTES]
+    store.unregister(own)
+    for gone in (own, part):
+        with pytest.raises(BadMemory, match="was unregistered"):
+            await store.put_from("gone", gone)
 
 
 @every_client
@@ -269,8 +281,23 @@ async def test_wrong_sizes_and_batches_are_refused(store: Any, owner: Owner) -> 
         await store.get_into("a", buffer)
     with pytest.raises(BatchTooLarge, match="4096"):
         await store.batch_exists(["a"] * 4097)
-    with pytest.raises(Bug):
+    before = refused("call"), refused("memory"), refused("size"), refused("key")
+    with pytest.raises(BadCall, match="2 keys for 1 values"):
         await store.batch_put(["a", "b"], [buffer[:NBYTES]])
+    with pytest.raises(BadCall, match="not a number"):
+        await store.get("a", timeout_s=float("nan"))
+    for unusable in (bytes(NBYTES), np.zeros((4, 4))[:, ::2], np.zeros(0, dtype=np.uint8), object()):
+        with pytest.raises(BadMemory, match=type(unusable).__name__):
+            store.register(unusable)
+    with pytest.raises(BadMemory, match="ndarray is no registered memory"):
+        await store.put_from("a", np.zeros(NBYTES, dtype=np.uint8))
+    with pytest.raises(BadMemory, match="str is no value"):
+        await store.put("a", "text")
+    for wrong in (7, None, ("a",)):
+        with pytest.raises(BadKey, match="any text or bytes"):
+            await store.put(wrong, value(1))
+    assert (refused("call"), refused("memory"), refused("size"), refused("key")) == (
+        before[0] + 2, before[1] + 6, before[2], before[3] + 3)
     with pytest.raises(BadKey):
         await store.put(frames.Block(bytes(32), bytes(32)), value(1))
     assert not list(owner.agent.pool.blocks())
@@ -281,7 +308,7 @@ async def test_another_spec_is_refused_with_the_difference(nats_url: str, kind: 
     other = CacheSpec.opaque("values", 2 * NBYTES)
     async with open_owner(order(nats_url, SPEC)), open_client(kind, nats_url, other) as store:
         await eventually(lambda: store._directory.map.foreign, "the worker has said hello")
-        with pytest.raises(ForeignSpec, match="head_dim: 8192 here, 4096 there"):
+        with pytest.raises(ForeignSpec, match="values of 8192 bytes here, 4096 there"):
             await store.put("a", value(1, 2 * NBYTES))
         with pytest.raises(ForeignSpec):
             await store.get("a")
@@ -339,6 +366,15 @@ async def test_who_has_no_token_stays_outside(owner: Owner, nats_url: str, chang
     finally:
         line.close()
     assert counted("enter", code) == before + 1
+
+
+@at_the_door
+@every_kind
+async def test_a_closed_client_says_so(owner: Owner, nats_url: str, kind: str) -> None:
+    async with open_client(kind, nats_url, SPEC) as store:
+        assert await store.put("a", value(1))
+    with pytest.raises(BadCall, match="was closed"):
+        await store.get("a")
 
 
 @at_the_door
