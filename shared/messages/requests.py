@@ -135,6 +135,8 @@ class Rejection(Message, frozen=True):
     message: str
     retry_after_s: float
     candidates: list[Candidate] = []
+    wait_s: float = 0.0
+    """Ask again after so many seconds: there is room by then as predicted, and the request still in time. 0: do not."""
 
 
 class Placed(Message, frozen=True):

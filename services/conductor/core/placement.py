@@ -28,7 +28,7 @@ otherwise all pick the same worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -79,15 +79,6 @@ class Usable:
         for board in ("prefill_board", "decode_board"):
             if board in self.__dict__:
                 self.__dict__[board].refresh()
-
-    def without(self, exclude: Collection[WorkerId]) -> Usable:
-        """The others."""
-        if not exclude:
-            return self
-        prefill = [worker for worker in self.prefill if worker.id not in exclude]
-        decode = [worker for worker in self.decode if worker.id not in exclude]
-        left = len(prefill) + len(decode)
-        return Usable(prefill, decode, self.excluded + len(self.prefill) + len(self.decode) - left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +267,14 @@ class Placer:
         candidates = self._candidates(options)
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
+        spare_s = 0.0 if ttft_slo_s is None else ttft_slo_s - prefill.ttft_s - DOUBT * prefill.queue_s
         if not decode:
-            return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates)
-        if ttft_slo_s is not None and not prefill.is_in_time(ttft_slo_s):
+            return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates, spare_s=spare_s)
+        if ttft_slo_s is not None and spare_s < 0:
             return reasons.ttft(prefill.ttft_s, prefill.queue_s, ttft_slo_s, candidates)
         tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
-            return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates)
+            return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates, spare_s=spare_s)
         reach = options.reach
         return self._placement(ask, match, prefill, decode, candidates, reuse_gain_s=(
             0.0 if reach is None else max(prefill.ttft_s - reach.held_s, 0.0)))

@@ -33,8 +33,10 @@ class Reasons:
             "capacity", f"the shortest prefill queue is {queue_s:.1f} s long, the bound is {max_queue_s:.1f} s",
             queue_s - max_queue_s, candidates)
 
-    def no_room(self, decoders: Sequence[Worker], max_queue_s: float, candidates: list[Candidate]) -> Rejection:
-        """No decode worker has room for the request's KV, or a place in its batch soon enough."""
+    def no_room(self, decoders: Sequence[Worker], max_queue_s: float, candidates: list[Candidate], *,
+                spare_s: float = 0.0) -> Rejection:
+        """No decode worker has room for the request's KV, or a place in its batch soon enough. It can wait for that
+        ``spare_s`` and still be in time."""
         ask = self._ask
         needed = decoders[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant, beginning(ask.keys))
         free = max(worker.free_blocks() for worker in decoders)
@@ -42,11 +44,13 @@ class Reasons:
             message = (f"the request needs {needed} blocks of decode memory, "
                        f"the emptiest of {len(decoders)} workers has {free}")
             wait_s = min(worker.next_free_s(self._now) for worker in decoders)
+            if needed > max(worker.hello.capacity_blocks for worker in decoders):
+                spare_s = 0.0
         else:
             wait_s = min(worker.slot_wait_s(self._now) for worker in decoders)
             message = f"a place in a decode batch would be free in {wait_s:.1f} s, the bound is {max_queue_s:.1f} s"
             wait_s -= max_queue_s
-        return self._rejection("capacity", message, wait_s, candidates)
+        return self._rejection("capacity", message, wait_s, candidates, spare_s=spare_s)
 
     def ttft(self, ttft_s: float, queue_s: float, slo_s: float, candidates: list[Candidate]) -> Rejection:
         """The first token would come too late."""
@@ -57,13 +61,15 @@ class Reasons:
             return self._rejection("ttft", message, queue_s, candidates)
         return self._rejection("ttft", message, ttft_s - slo_s, candidates)
 
-    def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate]) -> Rejection:
-        """Tokens would come too slowly."""
+    def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate], *,
+            spare_s: float = 0.0) -> Rejection:
+        """Tokens would come too slowly; ``spare_s`` as in :meth:`no_room`."""
         return self._rejection(
             "tbt", f"the time between tokens is predicted as {tbt_s * 1e3:.0f} ms, asked are {slo_s * 1e3:.0f} ms",
-            worker.next_free_s(self._now), candidates)
+            worker.next_free_s(self._now), candidates, spare_s=spare_s if worker.batch() else 0.0)
 
     def _rejection(self, code: RejectionCode, message: str, retry_after_s: float,
-                   candidates: list[Candidate]) -> Rejection:
+                   candidates: list[Candidate], *, spare_s: float = 0.0) -> Rejection:
+        retry_after_s = min(max(retry_after_s, _SHORTEST_S), _LONGEST_S)
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
-                         retry_after_s=min(max(retry_after_s, _SHORTEST_S), _LONGEST_S))
+                         retry_after_s=retry_after_s, wait_s=retry_after_s if retry_after_s <= spare_s else 0.0)

@@ -243,7 +243,7 @@ class RequestMachine:
         self._excluded: list[WorkerId] = list(job.exclude)
         self._contention: Problem | None = None
         """What a worker said that was full, for when nobody else is left."""
-        self._deadline_s = 0.0
+        self._began_s = self._deadline_s = 0.0
         self._place_until_s = 0.0
         self._place_tries = 0
         self._ask_again_s: float | None = None
@@ -269,7 +269,7 @@ class RequestMachine:
             case TokenChunk():
                 return self._chunk(event, now)
             case Started():
-                self._deadline_s = now + self.limits.deadline_s
+                self._began_s, self._deadline_s = now, now + self.limits.deadline_s
                 return self._place(now)
             case Answered(tag=Tag(step="look") as tag) | Unanswered(tag=Tag(step="look") as tag):
                 return self._looked(event, now) if tag.attempt == self.attempt and tag.number == self._look else []
@@ -346,9 +346,16 @@ class RequestMachine:
         message = PlaceRequest(
             request=job.request, model=job.model, spec=job.spec, tenant=job.tenant, num_tokens=job.num_tokens,
             keys=job.keys, max_tokens=job.sampling.max_tokens, attempt=self.attempt, exclude=list(self._excluded),
-            ttft_slo_s=job.ttft_slo_s, tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s)
+            ttft_slo_s=self._ttft_left_s(now), tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s)
         timeout_s = max(0.05, min(self.limits.place_try_s, self._place_until_s - now, self._deadline_s - now))
         return [AskConductor(message, self._tag("place"), timeout_s)]
+
+    def _ttft_left_s(self, now: float) -> float | None:
+        """What is left of the bound on the first token; another attempt has as long as the first one had."""
+        slo_s = self.job.ttft_slo_s
+        if slo_s is None or self.attempt:
+            return slo_s
+        return max(slo_s - (now - self._began_s), 0.001)
 
     def _answered(self, message: object, now: float) -> list[Effect]:
         match self.state, message:
@@ -357,7 +364,7 @@ class RequestMachine:
                 return self._reserve(placement, now)
             case "placing", Rejection() as rejection:
                 self.decisions.append(Decision(attempt=self.attempt, at_s=now, answer=rejection))
-                return self._rejected(rejection)
+                return self._rejected(rejection, now)
             case "reserving", Reserved() as reserved:
                 return self._prefill(reserved, now)
             case _ if self._handed_over:
@@ -389,7 +396,14 @@ class RequestMachine:
         told: list[Effect] = [NobodyThere(worker)] if gone else []
         return told + self._again(worker, "worker_lost" if gone else "worker_silent", f"{worker}: {why}", now)
 
-    def _rejected(self, rejection: Rejection) -> list[Effect]:
+    def _rejected(self, rejection: Rejection, now: float) -> list[Effect]:
+        again_s = now + rejection.wait_s
+        if rejection.wait_s > 0 and again_s < self._deadline_s:
+            self._note(f"waits {rejection.wait_s:.2f} s for room: {rejection.message}")
+            self._ask_again_s, self._place_until_s = again_s, again_s + self.limits.place_timeout_s
+            self._place_tries = 0
+            del self.decisions[-1]  # what counts is how the wait ends
+            return []
         if rejection.code == "no_worker" and self._contention is not None:
             # we excluded the workers ourselves because they were full: that is contention, not absence
             return self._end("rejected", self._contention)

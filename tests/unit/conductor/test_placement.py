@@ -218,6 +218,18 @@ class TestRejections:
         rejection = rejected(play)
         assert rejection.code == "capacity" and "needs 17 blocks" in rejection.message and "has 10" in rejection.message
 
+    def test_room_is_waited_for_by_who_is_in_time_all_the_same(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode", capacity_blocks=30))
+        place = answer(play, ask("before", [], tokens=1000, max_tokens=20))
+        play >> progress("before", "p1", "prefilled") >> load("d1", role="decode", free_blocks=10, running=1)
+        step_s = 0.02 + 0.01 + 1000e-6
+        waits = rejected(play, ttft_slo_s=5.0)
+        assert place.decode == "d1" and waits.code == "capacity"
+        assert waits.wait_s == waits.retry_after_s == pytest.approx(20 * step_s)
+        assert rejected(play, ttft_slo_s=1.5).wait_s == 0.0, "1.01 s of computing and 0.62 s are too much"
+        assert rejected(play).wait_s == 0.0, "without a bound it is told at once"
+        assert rejected(play, tokens=2000, ttft_slo_s=50.0).wait_s == 0.0, "there never is as much room"
+
     def test_no_place_in_the_batch_soon_enough(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode", max_running=1), max_queue_s=2.0)
         assert answer(play, ask("r0", [], tokens=100, max_tokens=10_000)).decode == "d1"

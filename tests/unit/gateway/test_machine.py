@@ -73,10 +73,11 @@ LANDING = Landing(
     grant=Grant(worker=D1, incarnation=INCARNATION, operation=OperationId("o"), ranges=[], expires_at_s=0, token=b""))
 
 
-def machine(*, replayable: bool = False, request: RequestId = REQUEST, **limits: Any) -> RequestMachine:
+def machine(*, replayable: bool = False, request: RequestId = REQUEST, ttft_slo_s: float | None = None,
+            **limits: Any) -> RequestMachine:
     job = Job(request=request, gateway=GatewayId("g"), model="m", spec=SpecDigest("s"), tenant="t", num_tokens=3,
               tokens=pack_tokens([1, 2, 3]), keys=b"", root=BlockKey(b"root"), sampling=Sampling(max_tokens=9),
-              exclude=(WorkerId("prefill-9"),), replayable=replayable)
+              exclude=(WorkerId("prefill-9"),), replayable=replayable, ttft_slo_s=ttft_slo_s)
     return RequestMachine(job, Limits(**limits), retry_delay_s=lambda attempt: 0.1 * 2**attempt)
 
 
@@ -187,6 +188,19 @@ def test_rejections(code: Any, status: int) -> None:
     script = at_place()
     script.reply(Rejection(request=REQUEST, code=code, message="m", retry_after_s=2)) \
         << cancelled() << ends("rejected", code, status)
+
+
+def test_who_can_wait_for_room_and_be_in_time_waits() -> None:
+    script = at_place(ttft_slo_s=10.0)
+    full = Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=2, wait_s=2)
+    script.reply(full).done()
+    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=8.0)
+    script.reply(full).done()
+    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=6.0)
+    script.reply(Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=9)) \
+        << cancelled() << ends("rejected", "capacity", 429)
+    made = script.machine
+    assert isinstance(made, RequestMachine) and len(made.decisions) == 1
 
 
 def test_conductors_may_be_away_for_a_moment() -> None:
