@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +32,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(server_dir: Path) -> AsyncIterator[RunningStack]:
-    """A stack of its own: what happens to it here is nothing for the other modules."""
+    """A stack of its own: what happens to it here is nothing for the other modules.
+
+    Its workers are elastic, one at home in prefill and two in decode: whoever dies, the others do its work.
+    """
     directory = server_dir / "stack-chaos"
     directory.mkdir()
-    async with running_stack(directory, settings={"MOONBUS_BLOCK_TOKENS": "16"}) as running:
+    settings = {"MOONBUS_BLOCK_TOKENS": "16", "MOONBUS_ELASTIC": "true", "MOONBUS_LAUNCHER_PREFILL": "1",
+                # However slow the machine is, nothing is turned away for it, and decoding can spare a worker.
+                "MOONBUS_CONDUCTOR_MAX_QUEUE_S": "600", "MOONBUS_CONDUCTOR_TBT_SLO_S": "60"}
+    async with running_stack(directory, settings=settings) as running:
         yield running
 
 
@@ -303,3 +310,58 @@ async def test_a_worker_of_another_kind_is_refused_by_name(stack: RunningStack) 
     assert process.returncode == 1
     last = errors.decode().strip().splitlines()[-1]
     assert "odd" in last and "block_tokens: 16 here, 32 there" in last and "Traceback" not in errors.decode()
+
+
+async def _tokens_of(http: httpx.AsyncClient, stack: RunningStack, prompt: Sequence[int],
+                     **more: str) -> tuple[list[int], str]:
+    """The answer's tokens, and who prefilled it."""
+    answer = await http.post(f"{stack.url}/v1/completions", json={
+        "model": stack.model, "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"], answer.headers["x-moonbus-prefill-worker"]
+
+
+def _long_prompt(seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(5, 250) for _ in range(1_200)]
+
+
+async def test_a_decode_worker_prefills_while_prompts_pile_up(stack: RunningStack) -> None:
+    await stack.whole()
+    answers: dict[int, list[int]] = {}
+    helped: list[int] = []
+    seeds = itertools.count()
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while not helped:
+            seed = next(seeds)
+            answers[seed], prefill = await _tokens_of(http, stack, _long_prompt(seed))
+            if prefill != "prefill-1":
+                helped.append(seed)
+
+    async with httpx.AsyncClient(timeout=120) as http, asyncio.timeout(120):
+        await asyncio.gather(*(client(http) for _ in range(8)))
+        now = {worker.hello.worker: worker.now for worker in (await stack.workers()).workers}
+        assert "prefill" in (now["decode-1"], now["decode-2"])
+        expected, _ = await _tokens_of(http, stack, _long_prompt(helped[0]), cache_salt="reference")
+    assert answers[helped[0]] == expected
+
+
+async def test_a_worker_that_does_both_dies_and_nobody_gets_a_wrong_token(stack: RunningStack) -> None:
+    await stack.whole()
+    prompts = [_long_prompt(10_000 + n) for n in range(6)]
+    async with httpx.AsyncClient(timeout=120) as http:
+        asking = [asyncio.create_task(_tokens_of(http, stack, prompt)) for prompt in prompts]
+        victim = await eventually(lambda: _busy(stack), "a decode worker is at work", timeout_s=60)
+        pid = stack.kill(victim)
+        answers = [(await task)[0] for task in asking]
+        await stack.reborn(victim, pid)
+        assert answers == [(await _tokens_of(http, stack, prompt, cache_salt="reference"))[0] for prompt in prompts]
+
+
+async def _busy(stack: RunningStack) -> str:
+    """A decode worker that has something to do."""
+    loads = [(worker.hello, load) for worker in (await stack.workers()).workers
+             for load in (worker.load, worker.other_load) if load is not None]
+    return next((hello.worker for hello, load in loads if hello.role == "decode" and load.queued + load.running), "")
