@@ -243,7 +243,8 @@ async def store_manager(nats_url: str, postgres_url: str) -> AsyncIterator[int]:
 
 # Lineage.
 
-_DROP = ("ALTER TABLE kv_block DROP CONSTRAINT kv_block_pkey", "DROP INDEX kv_block_parent, kv_block_created_at, kv_block_depth",
+_DROP = ("ALTER TABLE kv_block DROP CONSTRAINT kv_block_pkey",
+         "DROP INDEX kv_block_parent, kv_block_created_at, kv_block_depth",
          "ALTER TABLE kv_copy DROP CONSTRAINT kv_copy_pkey", "DROP INDEX kv_copy_life")
 # Rows that come one by one leave an index of hashes 70 % full. Made fuller, it would take a year's page splits at once.
 _MAKE = ("SET LOCAL maintenance_work_mem = '512MB'",
