@@ -84,8 +84,9 @@ def of(offset: int, length: int) -> Range:
 @asynccontextmanager
 async def opened(path: str, *, nbytes: int = NBYTES, clock: Clock | None = None,
                  **sender_settings: Any) -> AsyncIterator[Pair]:
-    """Two engines that can only use ``path``."""
-    only = TransferSettings(paths=(path,), **{"checksums": "on", "connect_timeout_s": 60.0, **sender_settings})
+    """Two engines that can only use ``path``; a busy machine has time for what is not given a deadline."""
+    patient = {"checksums": "on", "connect_timeout_s": 60.0, "min_timeout_s": 60.0}
+    only = TransferSettings(paths=(path,), **{**patient, **sender_settings})
     receiving = TransferSettings(paths=(path,))
     async with (
         TransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=only) as sender,

@@ -33,7 +33,7 @@ from shared.transfer.native import WHY_NOT
 NBYTES = 1 << 20
 OP = OperationId("op")
 PATHS = ["copy", "shm", "tcp"]
-DEFAULTS: dict[str, Any] = {}
+DEFAULTS: dict[str, Any] = {"min_timeout_s": 60.0, "connect_timeout_s": 60.0}
 
 
 @pytest.fixture(autouse=True, params=[pytest.param(True, id="compiled"), pytest.param(False, id="plain")])

@@ -64,6 +64,9 @@ ENDLESS = blocks(size=8 << 20) * 1000
 """The same 16 MiB again and again: no machine is done with it before the test has interfered."""
 
 
+PATIENT = {"silence_s": 0.2, "connect_timeout_s": PATIENCE_S, "min_timeout_s": PATIENCE_S}
+
+
 def only(*paths: str, **more: Any) -> TransferSettings:
     return TransferSettings(paths=paths, **more)
 
@@ -83,7 +86,7 @@ class Threaded:
 @asynccontextmanager
 async def own_engine(*paths: str, **more: Any) -> AsyncIterator[TransferEngine]:
     """An engine of this process, with noise in ``kv``."""
-    settings = only(*paths, **{"silence_s": 0.2, "max_inflight": INFLIGHT, "connect_timeout_s": 10.0, **more})
+    settings = only(*paths, **{**PATIENT, "max_inflight": INFLIGHT, **more})
     async with noisy_engine(settings, NBYTES, SEED) as engine:
         yield engine
 
@@ -95,7 +98,7 @@ async def either_engine(kind: str, path: str, **more: Any) -> AsyncIterator[Push
         async with own_engine(path, **more) as engine:
             yield engine
         return
-    settings = only(path, **{"silence_s": 0.2, "connect_timeout_s": 10.0, **more})
+    settings = only(path, **{**PATIENT, **more})
     with SyncTransferEngine.open(worker=WorkerId("a"), incarnation=Incarnation("a1"), settings=settings) as blocking:
         blocking.register("kv", NBYTES).buffer[:] = noise(NBYTES, SEED)
         yield Threaded(blocking)
