@@ -162,7 +162,7 @@ def test_workers_of_another_spec_are_none_of_ours() -> None:
     whereabouts = Whereabouts(SPEC, HERE)
     assert whereabouts.hello(hello("a", spec=CacheSpec.opaque("values", 8192)), 0.0) == []
     assert whereabouts.hello(hello("b", spec=CacheSpec.opaque("others", 4096)), 0.0) == []
-    assert whereabouts.seats == () and "head_dim: 4096 here, 8192 there" in whereabouts.foreign
+    assert whereabouts.seats == () and "values of 4096 bytes here, 8192 there" in whereabouts.foreign
     _, unknown = whereabouts.load(load("a"), 0.1)
     assert unknown
 
