@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -283,8 +283,6 @@ class Worker:
     """Shared by all workers, as is the next."""
     changes: Changes = field(default_factory=Changes)
     _burden: Burden | None = None
-    #: when its decode jobs are predicted to be done, in order, and prompt tokens of the first 0, 1, 2 ... of these
-    _leaves: tuple[list[float], list[int]] | None = None
 
     def __post_init__(self) -> None:
         self.id: WorkerId = self.hello.worker
@@ -302,7 +300,7 @@ class Worker:
     def changed(self) -> None:
         """Something about it or its jobs is not what it was."""
         self.changes.note(self.id)
-        self._burden = self._leaves = None
+        self._burden = None
 
     @property
     def burden(self) -> Burden:
@@ -379,11 +377,19 @@ class Worker:
         burden = self.burden
         batch, context_tokens = burden.batch, float(burden.context_tokens)
         if self.decoding:
-            leaves_s, tokens = self._leaving()
-            first, last = bisect_right(leaves_s, now), bisect_right(leaves_s, at_s)
-            if last > first:
-                batch = max(batch - (last - first), 0)
-                context_tokens *= 1.0 - (tokens[last] - tokens[first]) / max(tokens[-1], 1)
+            step_s = self._present_step_s(burden.context_tokens)
+            most_s = math.inf if self.residence_s is None else self.residence_s
+            done = done_tokens = tokens = 0
+            for job in self.decoding.values():
+                tokens += job.num_tokens
+                begin_s, stay_s = job.prefilled_s, job.answer_tokens * step_s
+                leaves_s = (job.ready_s if begin_s is None else begin_s) + (stay_s if stay_s < most_s else most_s)
+                if now < leaves_s <= at_s:
+                    done += 1
+                    done_tokens += job.num_tokens
+            if done:
+                batch = max(batch - done, 0)
+                context_tokens *= 1.0 - done_tokens / max(tokens, 1)
         return batch, context_tokens + self._growth(batch, at_s - now)
 
     def decoding_now(self) -> tuple[int, int]:
@@ -396,20 +402,6 @@ class Worker:
         if (load := self.decode_load) is not None:  # others' answers, and what was generated so far
             batch, context_tokens = max(batch, load.running), max(context_tokens, load.context_tokens)
         return batch, context_tokens
-
-    def _leaving(self) -> tuple[list[float], list[int]]:
-        if self._leaves is None:
-            step_s = self._present_step_s(self.burden.context_tokens)
-            most_s = math.inf if self.residence_s is None else self.residence_s
-            leaves = []
-            for job in self.decoding.values():
-                begin_s = job.ready_s if job.prefilled_s is None else job.prefilled_s
-                stay_s = job.answer_tokens * step_s
-                leaves.append((begin_s + (stay_s if stay_s < most_s else most_s), job.num_tokens))
-            leaves.sort()
-            self._leaves = ([leave_s for leave_s, _ in leaves],
-                            list(accumulate((tokens for _, tokens in leaves), initial=0)))
-        return self._leaves
 
     def _growth(self, batch: int, seconds: float) -> float:
         """Tokens that a batch will have added to its context."""
