@@ -22,9 +22,9 @@ def workers(nats_url: str | None, data_dir: str | None) -> None:
     reply = cast(WorkersReply, ask(settings(nats_url, data_dir), WORKERS.at(), WorkersQuery(), who="conductor"))
     width = max((len(worker.hello.worker) for worker in reply.workers), default=0)
     is_elastic = any(worker.hello.elastic for worker in reply.workers)
-    table = compact_table(name_column("worker", width), "state", *(["now"] if is_elastic else []), "model", "device",
-                          "queued", "running", "free blocks", "indexed", "wait",
-                          title=f"Workers, as {reply.conductor} sees them")
+    now = [name_column("now", len("prefill"))] if is_elastic else []
+    table = compact_table(name_column("worker", width), "state", *now, "model", "device", "queued", "running",
+                          "free blocks", "indexed", "wait", title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
         loads = [one for one in (load, worker.other_load) if one is not None]
