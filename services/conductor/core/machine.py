@@ -319,6 +319,8 @@ class Conductor:
         self._over(ask.request, now)  # a former attempt, or the same asked again
         if wrong := _wrong(ask):
             return [Reply(token, _malformed(ask, wrong))]
+        if ask.tbt_slo_s is not None and (roles := self._roles.get(ask.spec)) is not None:
+            roles.bounded(ask.tbt_slo_s)
         pool = self._pool(ask.spec, now)
         usable, match = pool.usable, self._match(ask, pool)
         if ask.exclude:

@@ -59,7 +59,9 @@ class Rules:
     """Steps may take this share of the bound at most; half of it where most answers are so short that what counts is
     the wait for their first step."""
     missed: float = 0.02
-    """Share of answers that may exceed the bound by that wait."""
+    """Share of answers that may exceed by that wait what is taken for the bound where there is none."""
+    missed_asked: float = 0.001
+    """The same of a bound that was asked for."""
     fill: float = 0.8
     """Share of decode memory that may be in use."""
     aside: float = 0.6
@@ -191,7 +193,7 @@ class Roles:
         self._look_s = -math.inf
         self._called_s = -math.inf
         self._step_limit_s = math.inf
-        self._most: float = math.inf
+        self._most = 0
         """No more workers are called to prefill than this."""
         #: who was to prefill and to decode at the last look
         self._last: tuple[list[WorkerId], list[WorkerId]] = ([], [])
@@ -200,6 +202,11 @@ class Roles:
         """A request was placed whose prompt takes so long to compute."""
         if math.isfinite(prefill_s):
             self._prefill_rate.add(max(prefill_s, 0.0), now)
+
+    def bounded(self, tbt_slo_s: float) -> None:
+        """A request asks for this bound on the time between tokens; the usual one counts."""
+        known_s = self._tbt_slo_s
+        self._tbt_slo_s = tbt_slo_s if known_s is None else known_s + (tbt_slo_s - known_s) / 50
 
     def need(self, workers: Sequence[Worker], now: float) -> Need:
         """What the load needs; ``workers`` are those that may get work, and are not empty."""
@@ -229,9 +236,12 @@ class Roles:
     def _step_limit(self, lone_s: float, short_share: float) -> float:
         """A request joins at the next step boundary, after up to a step. A short answer that waits longer than the
         bound less a step exceeds the bound: with steps of ``s`` a share ``2 - bound/s`` of the short ones."""
-        bound_s = self._tbt_slo_s or self._rules.stretch * lone_s
-        parts = 2.0 - min(self._rules.missed / max(short_share, 1e-9), 1.0)
-        return max(min(bound_s / parts, self._rules.bound_share * bound_s), 1.1 * lone_s)
+        rules = self._rules
+        bound_s, missed = self._tbt_slo_s, rules.missed_asked
+        if bound_s is None:
+            bound_s, missed = rules.stretch * lone_s, rules.missed
+        parts = 2.0 - min(missed / max(short_share, 1e-9), 1.0)
+        return max(min(bound_s / parts, rules.bound_share * bound_s), 1.1 * lone_s)
 
     def look(self, workers: Sequence[Worker], now: float) -> None:
         """Looks at the load, when it is time to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -17,8 +17,8 @@ from services.conductor.core.policies.registry import make_policy
 from services.conductor.core.policy import Policy
 from services.conductor.core.roles import Roles, Rules, in_line
 from shared.ids import ConductorId, RequestId, WorkerId
-from shared.messages import Placement, Rejection
-from tests.support.playbook import after
+from shared.messages import Hello, Placement, Rejection
+from tests.support.playbook import Playbook, after
 from tests.unit.conductor.builders import (
     SPEC,
     Names,
@@ -93,6 +93,9 @@ class TestNeed:
         assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.65 * 4 * 0.03)
         workers[0].answers.short_share = 0.5
         assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.12 / 1.96)
+        for bound_s in (0.2, *[0.1] * 500):
+            roles.bounded(bound_s)
+        assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.1 / 1.998, rel=1e-3)
 
 
 class TestLine:
@@ -173,8 +176,13 @@ class TestToAndFro:
             assert counts == sorted(counts, reverse=edge % 2 == 1)
 
 
-def pair(worker: str, role: Literal["prefill", "decode"], **fields: int) -> object:
+def pair(worker: str, role: Literal["prefill", "decode"], **fields: Any) -> Hello:
     return msgspec.structs.replace(hello(worker, role, **fields), elastic=True)
+
+
+def machine_of(play: Playbook) -> Conductor:
+    assert isinstance(play.machine, Conductor)
+    return play.machine
 
 
 class TestMachine:
@@ -230,7 +238,7 @@ class TestMachine:
         assert (placed.prefill, placed.decode) == ("w1", "w2")
         play >> after(5.0)
         play.take()
-        cluster = play.machine._cluster
+        cluster = machine_of(play)._cluster
         play >> load("w1", role="decode")
         assert RequestId("r") in cluster.workers[WorkerId("w1")].prefilling
         play >> load("w1", role="prefill")
@@ -242,8 +250,8 @@ class TestMachine:
             answer(play, ask(f"r{i}", chain(f"prompt {i}", 10)))
             play >> after(0.1)
             play.take()
-        advice = play.machine.advice(play.now)[SPEC.digest]
+        advice = machine_of(play).advice(play.now)[SPEC.digest]
         assert (advice.prefill, advice.decode) == (1, 3)
         assert advice.is_wrong and advice.best_prefill == 3 and advice.best_decode == 1 and not advice.is_short
         idle = stage(hello("p1"), hello("d1", "decode"))
-        assert idle.machine.advice(1.0) == {}
+        assert machine_of(idle).advice(1.0) == {}
