@@ -28,8 +28,9 @@ The need of prefill counts as the most it was in the last minutes, that of decod
 and a worker is sent home only when the need has fallen by more than one. So who was called stays for a while, and a
 load that merely varies moves nobody.
 
-There is no switch message. A worker that is to prefill gets no new answers, and its first prompts once its answers
-leave enough of it; one that is to decode gets no new prompts, and its first answers when few prompts are left.
+There is no switch message. A worker that is to prefill gets no new answers, and its first prompts when its answers have
+ended: beside them a long prompt would take more than twice as long. One that is to decode gets no new prompts, and its
+first answers when few prompts are left.
 """
 
 from __future__ import annotations
@@ -64,8 +65,6 @@ class Rules:
     """The same of a bound that was asked for."""
     fill: float = 0.8
     """Share of decode memory that may be in use."""
-    aside: float = 0.6
-    """A worker whose step takes up to this share of what it may takes prompts beside its answers."""
     queue_s: float = 1.0
     """A worker with no more than this queued takes answers beside its prompts."""
     rate_s: float = 60.0
@@ -192,7 +191,6 @@ class Roles:
         """Counts changes of what :meth:`split` answers for the same workers."""
         self._look_s = -math.inf
         self._called_s = -math.inf
-        self._step_limit_s = math.inf
         self._most = 0
         """No more workers are called to prefill than this."""
         #: who was to prefill and to decode at the last look
@@ -253,7 +251,6 @@ class Roles:
         self._decode.take(need.decode, now, least=need.memory / self._rules.fill)
         # whom decode lets go is only wanted if prompts press now, not if they did a while ago
         self._most = max(self._count(in_line(workers)), math.ceil(need.prefill))
-        self._step_limit_s = need.step_limit_s
         prefill, decode = self.split(workers)
         split = [worker.id for worker in prefill], [worker.id for worker in decode]
         if split != self._last:
@@ -274,7 +271,7 @@ class Roles:
         line = in_line(workers)
         count = self._count(line)
         prefill, decode = line[:count], line[count:]
-        return ([worker for worker in prefill if self._may_prefill(worker)] or prefill,
+        return ([worker for worker in prefill if not (worker.does("decode") and worker.batch())] or prefill,
                 [worker for worker in decode if worker.burden.behind_s <= self._rules.queue_s] or decode)
 
     def advice(self, workers: Sequence[Worker], now: float) -> Advice:
@@ -296,13 +293,6 @@ class Roles:
         most = sum(worker.does("prefill") for worker in line)
         wanted = min(max(home, min(self._prefill.workers, self._most)), len(line) - self._decode.workers)
         return max(min(max(wanted, 1), most, len(line) - 1), least)
-
-    def _may_prefill(self, worker: Worker) -> bool:
-        """Whether its answers leave enough of it."""
-        if not worker.does("decode") or not worker.batch():
-            return True
-        step_s = worker.costs.step_s(batch=worker.batch(), context_tokens=worker.context_tokens())
-        return step_s <= self._rules.aside * self._step_limit_s
 
 
 def in_line(workers: Sequence[Worker]) -> list[Worker]:

@@ -27,6 +27,7 @@ from tests.unit.conductor.builders import (
     chain,
     hello,
     load,
+    progress,
     stage,
 )
 
@@ -194,7 +195,14 @@ class TestMachine:
             placed.append(answer(play, ask(f"r{i}", chain(f"prompt {i}", 40))))
             play >> after(0.12)
             play.take()
-        assert {one.prefill for one in placed} == {"p1", "p2", "d3"}  # d2 has answers that leave too little of it
+        assert {one.prefill for one in placed} == {"p1", "p2"}  # the others still have answers
+        for one in placed:
+            if one.decode == "d3":
+                play >> progress(one.request, "d3", "finished")
+        play >> after(0.5)
+        play.take()
+        placed += [answer(play, ask(f"s{i}", chain(f"another {i}", 40))) for i in range(5)]
+        assert {one.prefill for one in placed} == {"p1", "p2", "d3"}
         assert all(one.prefill != one.decode for one in placed)
         assert placed[-1].decode == "d1"
 
