@@ -271,7 +271,8 @@ def knee_command(
         for knee in brought[position]:
             found.setdefault((source.name, name, knee.bound), []).append(knee)
     page = Page(title=f"Highest rate with {good:.0%} inside TTFT {' or '.join(bounds)} and TBT {tbt_slo}",
-                facts=_facts(base, seeds))
+                facts=[(name, f"TTFT {' or '.join(bounds)}, TBT {tbt_slo}" if name == "bounds" else value)
+                       for name, value in _facts(base, seeds)])
     stems = list(dict.fromkeys(path.stem for path in trace))
     for bound in bounds:
         rows = []

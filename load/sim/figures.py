@@ -107,14 +107,15 @@ def lengths(result: Result) -> bytes:
 def bars(groups: Sequence[str], series: Mapping[str, Sequence[float | None]], *, unit: str) -> bytes:
     """Bars side by side: a group on the axis, a colour a series."""
     figure, (axes,) = _figure()
-    width = 0.8 / max(len(series), 1)
+    width = min(0.8 / max(len(series), 1), 0.25)
     for i, (name, values) in enumerate(series.items()):
         at = [group + (i - (len(series) - 1) / 2) * width for group in range(len(groups))]
         drawn = axes.bar(at, [value or 0.0 for value in values], width=width, label=name)
         axes.bar_label(drawn, labels=[f"{value:.3g}" if value is not None else "" for value in values], fontsize=6)
     axes.set_xticks(range(len(groups)), groups, fontsize=7)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.set_ylabel(unit)
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
 
 
