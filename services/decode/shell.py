@@ -20,11 +20,11 @@ import numpy as np
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
-from services.decode.core.batch import DecodeBatch, Outcome, Running, Step
+from services.decode.core.batch import DecodeBatch, Outcome, Running, Step, Sums
 from services.decode.settings import Settings
 from shared.bus.bus import Delivery
 from shared.bus.subjects import CANCEL, PROGRESS, TOKENS
-from shared.engine.thread import Work
+from shared.engine.thread import Computed, Work
 from shared.errors import BusError, NoResponders
 from shared.ids import BlockKey, GatewayId, OperationId, fresh
 from shared.kv import pack_tokens, unpack_keys, unpack_tokens
@@ -81,8 +81,6 @@ class _Request:
     """Why it must end after the step that computes it."""
     handed_over_s: float = 0.0
     """Unix seconds."""
-    joined_s: float = 0.0
-    last_token_s: float = 0.0
     sent: int = 0
     """Tokens sent to the gateway."""
 
@@ -360,6 +358,8 @@ class DecodeShell:
             self._computing = frozenset(row.running.operation for row in step.rows)
             self._agent.announce_evicted(step.evicted, "capacity")
             metrics.WORKER_PREEMPTIONS.inc(step.preempted)
+            if step.preempted:  # what they gave up may be what a prompt waits for, and they wait for its memory
+                self._agent.settle()
             for outcome in step.ended:
                 request = self._requests[outcome.running.operation]
                 self._spawn_publish({request.message.gateway: [self._chunk(request, outcome)]}, [])
@@ -368,7 +368,7 @@ class DecodeShell:
                 await self._until_any(self._work, released)
                 continue
             try:
-                tokens = await self._compute(step)
+                computed = await self._compute(step)
             except Exception as error:  # one bad step must not end the worker
                 log.exception("action=step_failed requests=%d", len(step.rows))
                 self._computing = frozenset()
@@ -377,7 +377,8 @@ class DecodeShell:
                                f"a forward pass failed on {self._worker.id}: {type(error).__name__}")
                 continue
             self._computing = frozenset()
-            await self._deliver(step, tokens)
+            self._batch.computed(step, computed.seconds)
+            await self._deliver(step, computed.tokens)
 
     async def _until_any(self, *events: asyncio.Event) -> None:
         waits = [asyncio.create_task(event.wait(), name="decode-idle") for event in events]
@@ -387,12 +388,11 @@ class DecodeShell:
             for wait in waits:
                 wait.cancel()
 
-    async def _compute(self, step: Step) -> list[int | None]:
+    async def _compute(self, step: Step) -> Computed:
         start_s = time.time()
         for row in step.rows:
-            request = self._requests[row.running.operation]
-            if not request.joined_s:
-                request.joined_s = start_s
+            if not row.running.steps:
+                request = self._requests[row.running.operation]
                 metrics.WORKER_QUEUE_SECONDS.observe(start_s - request.handed_over_s)
                 tracing.record("decode.queue", start_s=request.handed_over_s, end_s=start_s, parent=request.context)
         works = [
@@ -401,10 +401,10 @@ class DecodeShell:
                  sampling=row.running.sampling if row.samples else None, generated=row.running.generated_len)
             for row in step.rows
         ]
-        tokens = await self._worker.engine.step(works)
-        metrics.WORKER_STEP_SECONDS.labels(kind="decode").observe(time.time() - start_s)
+        computed = await self._worker.engine.step(works)
+        metrics.WORKER_STEP_SECONDS.labels(kind="decode").observe(computed.seconds)
         metrics.WORKER_BATCH_REQUESTS.labels(kind="decode").observe(len(works))
-        return tokens
+        return computed
 
     async def _deliver(self, step: Step, tokens: list[int | None]) -> None:
         """What the step brought goes to the gateways, one batch each; who is done, or was cancelled, ends."""
@@ -444,13 +444,12 @@ class DecodeShell:
                          code=code, message=message)
 
     def _progress(self, request: _Request, stage: str) -> Progress:
-        running = request.running
-        steps = running.steps if running else 0
-        span_s = time.time() - request.joined_s if request.joined_s else 0.0
+        own = request.running.own if request.running else Sums()
+        steps = max(own.steps, 1)
         return Progress(
             request=request.message.request, attempt=request.message.attempt, worker=self._worker.id, stage=stage,  # type: ignore[arg-type]
-            num_tokens=len(request.tokens), batch=max(1, len(self._batch.running)),
-            context_tokens=self._batch.context_tokens, step_s=span_s / steps if steps else 0.0)
+            num_tokens=len(request.tokens), batch=round(own.requests / steps),
+            context_tokens=round(own.context_tokens / steps), step_s=own.seconds / steps)
 
     def _spawn_publish(self, chunks: dict[GatewayId, list[TokenChunk | JobFailed]], progress: list[Progress]) -> None:
         """Publishes from a plain function, in order: publishing only fills the connection's buffer."""

@@ -96,7 +96,7 @@ class _Job:
     computed: int = 0
     """Tokens the engine has computed for it."""
     computing_s: float = 0.0
-    """What the passes took that computed them."""
+    """What the passes took that computed them, without waiting for the engine."""
     handed_over: bool = False
     code: str = "cancelled"
     """Why it ended before it was handed over."""
@@ -474,16 +474,17 @@ class PrefillShell:
         def on_layer(layer: int) -> None:
             loop.call_soon_threadsafe(self._layer_ready, chunks, jobs, layer)
 
-        tokens = await self._worker.engine.step(works, on_layer)
+        computed = await self._worker.engine.step(works, on_layer)
         end_s = time.time()
-        metrics.WORKER_STEP_SECONDS.labels(kind="prefill").observe(end_s - start_s)
+        metrics.WORKER_STEP_SECONDS.labels(kind="prefill").observe(computed.seconds)
         metrics.WORKER_BATCH_REQUESTS.labels(kind="prefill").observe(len(chunks))
-        for chunk, job, token in zip(chunks, jobs, tokens, strict=True):
-            tracing.record("prefill.chunk", start_s=start_s, end_s=end_s, parent=job.context, attributes={
-                "moonbus.start": chunk.start, "moonbus.tokens": chunk.length, "moonbus.batch": len(chunks)})
+        for chunk, job, token in zip(chunks, jobs, computed.tokens, strict=True):
+            tracing.record("prefill.chunk", start_s=end_s - computed.seconds, end_s=end_s, parent=job.context,
+                           attributes={"moonbus.start": chunk.start, "moonbus.tokens": chunk.length,
+                                       "moonbus.batch": len(chunks)})
             self._queue.advance(chunk)
             job.computed += chunk.length
-            job.computing_s += end_s - start_s
+            job.computing_s += computed.seconds
             if job.task is None or job.task.done():
                 continue
             for index in range(chunk.start // self._block_tokens, (chunk.start + chunk.length) // self._block_tokens):

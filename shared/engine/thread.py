@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -29,6 +30,16 @@ class Work:
     """How to choose the token at position ``start + n``; ``None`` when none is wanted."""
     generated: int = 0
     """How many tokens of the answer came before the one to choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step brought."""
+
+    tokens: list[int | None]
+    """One for each work that wanted one, in the order of the works."""
+    seconds: float
+    """The step's own time on the engine's thread, without waiting for the steps before it."""
 
 
 class EngineThread:
@@ -60,8 +71,8 @@ class EngineThread:
             await loop.run_in_executor(executor, engine._unload)
             executor.shutdown(wait=True)
 
-    async def step(self, works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> list[int | None]:
-        """One forward pass over ``works``, then one token for each that wants one, in the same order.
+    async def step(self, works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> Computed:
+        """One forward pass over ``works``, then one token for each that wants one.
 
         ``on_layer(layer)`` is called on the engine's thread as soon as that layer's KV of all works is in the pool.
         """
@@ -106,18 +117,19 @@ class EngineThread:
             pool.close()
 
     def _step(self, works: Sequence[Work], stale: Sequence[int],
-              on_layer: Callable[[int], None] | None) -> list[int | None]:
+              on_layer: Callable[[int], None] | None) -> Computed:
         from shared.engine.runtime import Row
         from shared.engine.sampler import sample
 
+        began_s = time.perf_counter()
         if stale:
             self._pool.to_device(stale)
         logits = self._engine.forward([Row(work.tokens, work.start, work.blocks) for work in works], on_layer)
         wanted = [i for i, work in enumerate(works) if work.sampling is not None]
         if not wanted:
-            return [None] * len(works)
+            return Computed([None] * len(works), time.perf_counter() - began_s)
         params = [work.sampling for work in works if work.sampling is not None]
         positions = [works[i].start + len(works[i].tokens) for i in wanted]
         generated = [works[i].generated for i in wanted]
         tokens = dict(zip(wanted, sample(logits[wanted], params, positions, generated), strict=True))
-        return [tokens.get(i) for i in range(len(works))]
+        return Computed([tokens.get(i) for i in range(len(works))], time.perf_counter() - began_s)

@@ -241,7 +241,7 @@ class Stages(Part, frozen=True):
     """Where a request's time went, in seconds, and what it moved. Filled by each party as it passes."""
 
     prefill_queue_s: float = 0.0
-    """Waiting for the engine, also between two chunks while others that have less left are computed."""
+    """Waiting for the engine, also between two chunks while it computes others that have less left, or answers."""
     fetch_s: float = 0.0
     """Waiting for owners to push prefix blocks."""
     fetched_blocks: int = 0
@@ -257,7 +257,7 @@ class Stages(Part, frozen=True):
     hit_tokens: int = 0
     """Prompt tokens whose KV was not computed for this request (local and fetched)."""
     prefill_s: float = 0.0
-    """Computing."""
+    """Computing: the engine's own time for the prompt's chunks."""
     pushed_bytes: int = 0
     push_path: str = ""
     push_wait_s: float = 0.0
@@ -368,9 +368,12 @@ class Progress(Message, frozen=True):
     hit_tokens: int = 0
     stages: Stages | None = None
     batch: int = 0
+    """Requests in a decode step, the mean over the answer's steps (``finished``); so are the next two. Steps that also
+    computed tokens anew are left out."""
     context_tokens: int = 0
+    """Tokens of context of all requests of the step."""
     step_s: float = 0.0
-    """Mean seconds of a decode step over the answer (``finished``)."""
+    """The engine's own seconds for the step, without chunks of prompts between two; 0 when there was no step."""
 
 
 class Decision(Part, frozen=True):

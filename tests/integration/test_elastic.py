@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from shared.bus.bus import Delivery
 from shared.bus.nats import NatsBus
-from shared.bus.subjects import JOB, LOAD
-from shared.engine.thread import Work
-from shared.messages import Accepted, Inquiry, Load, Refused, Reserved, Sampling
+from shared.bus.subjects import JOB, LOAD, PROGRESS
+from shared.engine.thread import Computed, Work
+from shared.messages import Accepted, Inquiry, Load, Progress, Refused, Reserved, Sampling
 from shared.settings import CommonSettings
 from shared.worker.presence import Presence
 from tests.support.eventually import Eventually
@@ -30,17 +31,21 @@ async def workers(nats_url: str, cache: Path) -> AsyncIterator[Workers]:
             worker.agent.pool.check_invariants()
 
 
-def engine_log(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What decode-1's engine does, as it is asked."""
+def engine_log(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, list[float]]]:
+    """What decode-1's engine does, as it is asked; and how many seconds each took."""
     asked: list[str] = []
+    seconds: dict[str, list[float]] = {"step": [], "chunk": []}
     step = workers.d1.engine.step
 
-    async def logged(works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> list[int | None]:
-        asked.append("step" if on_layer is None else "chunk")
-        return await step(works, on_layer)
+    async def logged(works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> Computed:
+        kind = "step" if on_layer is None else "chunk"
+        asked.append(kind)
+        computed = await step(works, on_layer)
+        seconds[kind].append(computed.seconds)
+        return computed
 
     monkeypatch.setattr(workers.d1.engine, "step", logged)
-    return asked
+    return asked, seconds
 
 
 async def test_it_prefills_for_another_while_it_decodes(
@@ -49,7 +54,14 @@ async def test_it_prefills_for_another_while_it_decodes(
     d1, d2 = workers.decodes
     expected = [(await workers.asker.ask(workers.p1, decode, tokens, max_tokens=count, salt="reference")).tokens
                 for decode, tokens, count in ((d1, own, 200), (d2, others, 20))]
-    asked = engine_log(workers, monkeypatch)
+    asked, seconds = engine_log(workers, monkeypatch)
+    ends: list[Progress] = []
+
+    async def on_progress(delivery: Delivery) -> None:
+        if delivery.message.stage == "finished" and delivery.message.worker == d1.id:
+            ends.append(delivery.message)
+
+    subscription = await workers.p1.bus.subscribe(PROGRESS.at(), on_progress)
     job, reserved = await workers.asker.reserve(d1.id, own, Sampling(max_tokens=200))
     assert isinstance(reserved, Reserved)
     await workers.asker.dispatch(workers.p1.id, d1.id, job, reserved)
@@ -61,6 +73,11 @@ async def test_it_prefills_for_another_while_it_decodes(
     assert [mine.tokens, theirs.tokens] == expected
     chunks = [len(list(group)) for kind, group in groupby(asked) if kind == "chunk"]
     assert sum(chunks) == -(-700 // 32) and max(chunks) <= 2, asked  # the engine takes turns
+    await eventually(lambda: ends, "it tells what its steps took")
+    await subscription.close()
+    assert (ends[0].batch, ends[0].context_tokens) == (1, 140)  # 199 steps, over 41 .. 239 tokens
+    assert ends[0].step_s == pytest.approx(sum(seconds["step"]) / 199), "not what it computed in between"
+    assert theirs.stages is not None and theirs.stages.prefill_s == pytest.approx(sum(seconds["chunk"]))
     await eventually(lambda: clean(workers), "everything given back")
 
 
@@ -107,6 +124,39 @@ async def test_full_pools_refuse_and_never_hang(nats_url: str, cache: Path, even
         await eventually(lambda: clean(workers))
         for worker in workers.everybody:
             worker.agent.pool.check_invariants()
+
+
+async def test_a_prompt_gets_what_a_preempted_answer_gave_up(
+        nats_url: str, cache: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits, pinning a prefix that it found, for an answer that cannot grow beside that: both need what is left."""
+    elastic = {"decode-1": {"elastic": True, "pool_bytes": 10 * 8192}}
+    async with open_workers(nats_url, cache, prefills=1, decodes=2, settings=elastic) as workers:
+        d1, d2 = workers.decodes
+        grows, waits = prompt(96), prompt(128, seed=2)
+        expected = [(await workers.asker.ask(workers.p1, d2, tokens, max_tokens=count, salt="reference")).tokens
+                    for tokens, count in ((grows, 40), (waits, 5))]
+        await workers.asker.ask(workers.p1, d1, waits[:49], max_tokens=1)  # three blocks of it
+        step, may_step = d1.engine.step, asyncio.Event()
+
+        async def held(works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> Computed:
+            await may_step.wait()
+            return await step(works, on_layer)
+
+        monkeypatch.setattr(d1.engine, "step", held)
+        answers = []
+        for prefill, decode, tokens, count in ((workers.p1, d1, grows, 40), (d1, d2, waits, 5)):
+            job, reserved = await workers.asker.reserve(decode.id, tokens, Sampling(max_tokens=count))
+            assert isinstance(reserved, Reserved)
+            assert isinstance(await workers.asker.dispatch(prefill.id, decode.id, job, reserved), Accepted)
+            answer = workers.asker.answers[job.request]
+            answers.append(answer)
+            if decode is d1:
+                await eventually(lambda: answer.tokens, "it runs")
+        await eventually(lambda: d1.room.refuses_answer() == "1 prompts wait for memory")
+        may_step.set()
+        await asyncio.wait_for(asyncio.gather(*(answer.over.wait() for answer in answers)), 15)
+        assert [answer.tokens for answer in answers] == expected
+        await eventually(lambda: clean(workers))
 
 
 async def test_it_does_not_prefill_for_itself(workers: Workers, eventually: Eventually) -> None:

@@ -23,6 +23,27 @@ from shared.messages import Finish, Sampling, StoredBlock
 from shared.store.blocks import BlockPool
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Over a number of steps, those left out that computed tokens anew: these take longer than what is summed here
+    explains."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """The engine's own time."""
+    requests: int = 0
+    context_tokens: int = 0
+    """Tokens attended to."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.steps + other.steps, self.seconds + other.seconds, self.requests + other.requests,
+                    self.context_tokens + other.context_tokens)
+
+    def __sub__(self, other: Sums) -> Sums:
+        return Sums(self.steps - other.steps, self.seconds - other.seconds, self.requests - other.requests,
+                    self.context_tokens - other.context_tokens)
+
+
 @dataclass(eq=False)
 class Running:
     """One request: ``tokens[:computed_len]`` have their KV in the pool."""
@@ -42,6 +63,10 @@ class Running:
     sealed: int = 0
     """Leading blocks that are sealed under their key."""
     steps: int = 0
+    own: Sums = Sums()
+    """Of the steps that it was in, up to when it left the batch last."""
+    seated: Sums = Sums()
+    """The batch's sums when it was seated last."""
 
     @property
     def generated_len(self) -> int:
@@ -91,6 +116,8 @@ class DecodeBatch:
         self._running: list[Running] = []
         #: waiting requests, in order of arrival
         self._waiting: list[Running] = []
+        #: of all steps so far
+        self._sums = Sums()
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)
@@ -122,7 +149,10 @@ class DecodeBatch:
         for queue in (self._running, self._waiting):
             for running in queue:
                 if running.operation == operation:
-                    queue.remove(running)
+                    if queue is self._running:
+                        self._leave(running)
+                    else:
+                        queue.remove(running)
                     return running
         return None
 
@@ -135,7 +165,7 @@ class DecodeBatch:
         for running in list(self._running):
             while running in self._running and not self._grow(running, evicted, now=now):
                 if len(running.slots) >= self._pool.statistics().total:  # nobody else's memory would help
-                    self._running.remove(running)
+                    self._leave(running)
                     ended.append(Outcome(running, None, "length"))
                 else:
                     self._preempt(self._running[-1])
@@ -147,6 +177,11 @@ class DecodeBatch:
             rows.append(StepRow(running, running.computed_len, length, samples))
         return Step(rows, evicted, ended, preempted)
 
+    def computed(self, step: Step, seconds: float) -> None:
+        """The engine took ``seconds`` for ``step``; to be told before its rows are applied."""
+        if all(row.length == 1 for row in step.rows):
+            self._sums += Sums(1, seconds, len(step.rows), sum(row.start + row.length for row in step.rows))
+
     def apply(self, row: StepRow, token: int | None, *, now: float) -> tuple[Outcome, list[StoredBlock]]:
         """A row of the step is computed: what the request got, and the blocks that became reusable."""
         running = row.running
@@ -157,7 +192,7 @@ class DecodeBatch:
             return Outcome(running, None, ""), stored
         outcome = self._take(running, token)
         if outcome.finish:
-            self._running.remove(running)
+            self._leave(running)
         return outcome, stored
 
     def seal(self, running: Running, *, now: float, source: WorkerId | None = None) -> list[StoredBlock]:
@@ -199,6 +234,7 @@ class DecodeBatch:
                     continue
             self._waiting.remove(running)
             self._running.append(running)
+            running.seated = self._sums
 
     def _resume(self, running: Running, evicted: list[BlockKey], *, now: float) -> bool:
         """Gives a preempted request its blocks again: cached ones pinned, the others to be computed."""
@@ -228,8 +264,12 @@ class DecodeBatch:
         running.slots += allocation.slots
         return True
 
-    def _preempt(self, running: Running) -> None:
+    def _leave(self, running: Running) -> None:
         self._running.remove(running)
+        running.own += self._sums - running.seated
+
+    def _preempt(self, running: Running) -> None:
+        self._leave(running)
         self._pool.release(running.operation)
         running.slots, running.computed_len, running.sealed = [], 0, 0
         self._waiting.insert(0, running)

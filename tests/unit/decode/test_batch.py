@@ -7,7 +7,7 @@ import random
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from services.decode.core.batch import DecodeBatch, Outcome, Running
+from services.decode.core.batch import DecodeBatch, Outcome, Running, Sums
 from shared.ids import BlockKey, OperationId, RequestId, WorkerId
 from shared.kv import block_keys
 from shared.messages import Sampling
@@ -47,12 +47,14 @@ def arrive(batch: DecodeBatch, pool: BlockPool, name: str, prompt: list[int], sa
     return batch.start(running, next_token(prompt))
 
 
-def step(batch: DecodeBatch, pool: BlockPool, now: float, preemptions: list[int] | None = None) -> list[Outcome]:
-    """One step with the stand-in model; ends what is over."""
+def step(batch: DecodeBatch, pool: BlockPool, now: float, preemptions: list[int] | None = None, *,
+         seconds: float = 1.0) -> list[Outcome]:
+    """One step with the stand-in model, which takes ``seconds`` for it; ends what is over."""
     plan = batch.plan(now=now)
     if preemptions is not None:
         preemptions.append(plan.preempted)
     outcomes = list(plan.ended)
+    batch.computed(plan, seconds)
     for row in plan.rows:
         assert len(row.running.slots) * BLOCK >= row.start + row.length
         token = next_token(row.running.tokens) if row.samples else None
@@ -97,6 +99,34 @@ def test_one_token_wanted_means_no_step_at_all() -> None:
     batch = make(pool)
     outcome = arrive(batch, pool, "a", [1, 2], Sampling(max_tokens=1))
     assert outcome is not None and outcome.finish == "length" and len(batch) == 0
+
+
+def sums(batch: DecodeBatch, pool: BlockPool, *step_s: float) -> dict[str, Sums]:
+    """The steps take these seconds; the sums of whoever ended with one."""
+    outcomes = [outcome for seconds in step_s for outcome in step(batch, pool, 1, seconds=seconds)]
+    return {str(outcome.running.request): outcome.running.own for outcome in outcomes if outcome.finish}
+
+
+def test_an_answer_sums_the_steps_it_was_in() -> None:
+    pool = BlockPool(20)
+    batch = make(pool)
+    arrive(batch, pool, "long", [1] * 10, Sampling(max_tokens=5))  # 4 steps, over 11, 12, 13 and 14 tokens
+    assert not sums(batch, pool, 1.0)
+    arrive(batch, pool, "short", [2] * 20, Sampling(max_tokens=3))  # 2 steps, over 21 and 22
+    assert sums(batch, pool, 2.0, 4.0, 8.0) == {
+        "short": Sums(2, 2.0 + 4.0, 4, (12 + 21) + (13 + 22)),
+        "long": Sums(4, 1.0 + 2.0 + 4.0 + 8.0, 6, 11 + (12 + 21) + (13 + 22) + 14)}
+
+
+def test_no_sum_has_steps_without_the_answer_or_that_computed_anew() -> None:
+    """"young" loses its memory for the fifth step, and computes 5 tokens anew in the sixth."""
+    pool = BlockPool(5)
+    batch = make(pool)
+    arrive(batch, pool, "old", [1] * 4, Sampling(max_tokens=6))
+    arrive(batch, pool, "young", [2] * 8, Sampling(max_tokens=7))
+    assert sums(batch, pool, 1, 2, 4, 8, 16, 32, 64) == {
+        "old": Sums(5, 1 + 2 + 4 + 8 + 16, 9, (5 + 9) + (6 + 10) + (7 + 11) + (8 + 12) + 9),
+        "young": Sums(5, 1 + 2 + 4 + 8 + 64, 9, (5 + 9) + (6 + 10) + (7 + 11) + (8 + 12) + 14)}
 
 
 def test_alone_in_a_full_pool_an_answer_ends_with_length() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ class Device:
         self.copied: list[list[int]] = []
         self.passes = 0
         self.is_broken = False
+        self.now_s = 0.0
+        """Passes take 3 s, 4 s, 5 s .. of this clock."""
 
     def to_device(self, slots: Sequence[int]) -> None:
         self.copied.append(list(slots))
@@ -29,6 +33,7 @@ class Device:
     def forward(self, rows: Sequence[Any], on_layer: Any) -> None:
         if self.is_broken:
             raise RuntimeError("out of memory")
+        self.now_s += 3 + self.passes
         self.passes += 1
 
 
@@ -73,3 +78,11 @@ async def test_a_pass_that_failed_copies_again(engine: tuple[EngineThread, Devic
     device.is_broken = False
     await thread.step([work(4, 1, 1, 2)])
     assert device.copied == [[1], [1]]
+
+
+async def test_the_seconds_of_a_step_are_its_own(
+        engine: tuple[EngineThread, Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, device = engine
+    monkeypatch.setattr("shared.engine.thread.time", SimpleNamespace(perf_counter=lambda: device.now_s))
+    steps = await asyncio.gather(*(thread.step([work(4, 1, 1, 2)]) for _ in range(3)))
+    assert [step.seconds for step in steps] == [3, 4, 5], "each but the first waited for those before it"
