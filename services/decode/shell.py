@@ -234,7 +234,8 @@ class DecodeShell:
         covered = self._worker.transfer.covered
         missing = [place for place in request.landing.slots if not covered(request.operation, place)]
         try:
-            await asyncio.wait_for(self._worker.transfer.release(request.operation), _RELEASE_PATIENCE_S)
+            async with asyncio.timeout(_RELEASE_PATIENCE_S):
+                await self._worker.transfer.release(request.operation)
         except TimeoutError:
             missing = request.landing.slots
         if request.operation not in self._requests:

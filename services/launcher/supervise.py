@@ -503,7 +503,8 @@ def _pid(running: _Running) -> int:
 async def _happens(event: asyncio.Event, *, timeout_s: float) -> bool:
     """Waits for ``event`` at most so long; whether it is set."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):  # wait_for loses a cancellation that comes together with the event
+            await event.wait()
     return event.is_set()
 
 

@@ -422,7 +422,9 @@ class StoreAgent:
         while True:
             async with self._copying:
                 began_s = self._clock.monotonic()
-                blocks = self._to_demote(ssd) or self._to_write_behind(ssd)
+                # Before the choice, so that it knows: what only has time to spare must not push out what is as good.
+                room = await ssd.make_room() if self._uncopied else 0
+                blocks = self._to_demote(ssd, room=room) or self._to_write_behind(ssd, room=room)
                 looked_s = self._clock.monotonic() - began_s
                 written = await self._copy_down(ssd, blocks) if blocks else 0
             if not blocks:
@@ -432,8 +434,10 @@ class StoreAgent:
             # Looking may take a twentieth of the loop's time at most.
             pause_s = 20 * looked_s - (self._clock.monotonic() - began_s)
             await asyncio.sleep(max(pause_s, 0.0 if blocks else _LOOK_S))
+            # No wait_for: it loses a cancellation that comes together with what it waits for.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._cooled.wait(), self._until_idle_s())
+                async with asyncio.timeout(self._until_idle_s()):
+                    await self._cooled.wait()
 
     def _until_idle_s(self) -> float | None:
         """Seconds until it is worth looking for blocks to copy although nothing happens; ``None`` for never."""
@@ -443,12 +447,12 @@ class StoreAgent:
         oldest_s = next(iter(self._uncopied.values()))
         return max(_LOOK_S, self._idle_s - now, oldest_s + _IDLE_S - now)
 
-    def _to_write_behind(self, ssd: SsdTier) -> list[StoredBlock]:
+    def _to_write_behind(self, ssd: SsdTier, *, room: int) -> list[StoredBlock]:
         """What to copy now since there is nothing else to do; paced by its bytes."""
         now, rate = self._clock.monotonic(), self._ssd_settings.idle_bytes_per_s
         if not rate or now < self._idle_s:
             return []
-        blocks = self._to_demote(ssd, behind=1.0, before_s=now - _IDLE_S)
+        blocks = self._to_demote(ssd, behind=1.0, before_s=now - _IDLE_S, room=room)
         self._idle_s = now + (len(blocks) * self._spec.block_bytes / rate if blocks else _IDLE_S)
         return blocks
 
@@ -462,8 +466,8 @@ class StoreAgent:
             return 0
         began_s, saved, in_vain = self._clock.monotonic(), 0, 0
         # More would push each other out, and what comes meanwhile would keep it from ending.
-        most = min(len(self._uncopied), self.ssd.pool.statistics().total)
-        while saved < most and in_vain < len(self._uncopied):
+        most = len(self._uncopied)
+        while saved < min(most, self.ssd.capacity) and in_vain < len(self._uncopied):
             async with self._copying:
                 blocks = self._to_demote(self.ssd, behind=1.0, room=WRITE_BLOCKS)
                 written = await self._copy_down(self.ssd, blocks) if blocks else 0
@@ -490,19 +494,19 @@ class StoreAgent:
         # Few enough not to keep running requests from their memory while a slow disk holds them.
         return 2 * min(WRITE_BLOCKS, max(1, self.pool.statistics().total // 16))
 
-    def _to_demote(self, ssd: SsdTier, *, behind: float = 0.0, before_s: float = math.inf,
-                   room: int | None = None) -> list[StoredBlock]:
-        """See :func:`plan_demotion`; ``before_s`` leaves out what was stored later. ``room``: as if the SSD had it."""
+    def _to_demote(self, ssd: SsdTier, *, room: int, behind: float = 0.0,
+                   before_s: float = math.inf) -> list[StoredBlock]:
+        """See :func:`plan_demotion`; ``before_s`` leaves out what was stored later."""
         if self.is_retired:
             return []
-        settings, statistics = self._ssd_settings, ssd.pool.statistics()
+        settings = self._ssd_settings
         looked, limit = self._look_blocks(), self._look_blocks() // 2
         oldest = list(islice((key for key, since_s in self._uncopied.items() if since_s <= before_s), looked))
         plan = plan_demotion(
             self.pool, oldest=[block for key in oldest if (block := self.pool.block(key)) is not None],
             uncopied=len(self._uncopied), held=ssd.has,
             fits=lambda block: fits(block) and self._blocks_over(block.tenant, 1) <= 0, ahead=settings.ahead,
-            behind=behind, capacity=statistics.total, room=ssd.room if room is None else room,
+            behind=behind, capacity=ssd.capacity, room=room,
             least_odds=settings.least_odds, limit=limit, now=self._clock.monotonic())
         chosen = {block.key for block in plan}
         for key in oldest:  # those that are not worth it now come up again after all others
@@ -579,7 +583,8 @@ class StoreAgent:
         self._transfer.shut(landing)  # or a straggler could write once we have looked
         arrived = next((i for i, place in enumerate(ranges) if not self._transfer.covered(landing, place)), len(slots))
         try:
-            await asyncio.wait_for(self._transfer.release(landing), _RELEASE_PATIENCE_S)
+            async with asyncio.timeout(_RELEASE_PATIENCE_S):
+                await self._transfer.release(landing)
         except TimeoutError:
             # A writer that stopped half-way still has our memory mapped: nothing in these slots can be trusted, and
             # they stay out of use until it is gone.

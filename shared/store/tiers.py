@@ -37,14 +37,14 @@ def plan_demotion(pool: BlockPool, *, oldest: Sequence[StoredBlock], uncopied: i
     (the longest cached of the ``uncopied`` blocks), until the share ``ahead`` of the pool's slots, or ``behind`` if
     that is more, is free or copied.
 
-    ``held``: is it on the SSD? ``fits``: may it be written at all? ``capacity``: blocks that the SSD holds at most;
+    ``held``: is it on the SSD? ``fits``: may it be written at all? ``capacity``: blocks that the SSD can hold now;
     more are never wanted there, or copies would push each other out for ever. ``least_odds``: blocks less likely to be
     used again are left out, unless others need them.
     """
     statistics = pool.statistics()
     target = int(statistics.total * ahead)
     wanted: set[BlockKey] = set()
-    chosen: list[StoredBlock] = []
+    chosen: list[StoredBlock] = []  # parents first: whatever part of it comes first may go without the rest
 
     def want(block: StoredBlock, most: int) -> bool:
         """Adds the block and what it continues, if they are worth it; false when ``most`` would be exceeded."""
@@ -66,12 +66,13 @@ def plan_demotion(pool: BlockPool, *, oldest: Sequence[StoredBlock], uncopied: i
     for block in pool.coldest(min(target - statistics.free, WINDOW_BLOCKS), now=now):
         if len(chosen) >= limit or not want(block, capacity):
             break
+    replacing = len(chosen)
     copied, target = statistics.cached - uncopied, int(statistics.total * max(ahead, behind))
     for block in oldest:
         if len(chosen) >= min(limit, room) or statistics.free + copied + len(chosen) >= target:
             break
         want(block, capacity)
-    return chosen[:limit]
+    return chosen[:min(limit, max(replacing, room))]
 
 
 class Breaker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ class FaultyFiles:
     read_errno: int = 0
     write_errno: int = 0
     allocate_errno: int = 0
+    disk_bytes: int = 0
+    """No file may be longer, unless it is 0: the disk is full then."""
     gate: threading.Event = field(default_factory=threading.Event)
     """Reads and writes of blocks wait for it."""
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -60,5 +63,7 @@ class _FaultyFile(DiskFile):
 
     def allocate(self, nbytes: int) -> None:
         self._faults.fail(self._faults.allocate_errno)
+        if self._faults.disk_bytes and nbytes > self._faults.disk_bytes:
+            self._faults.fail(errno.ENOSPC)
         super().allocate(nbytes)
 

@@ -50,7 +50,7 @@ _WRITE_PATIENCE = 5
 """Times as long as a read may a write take: nobody waits for it."""
 _UNBACKED = OperationId("unbacked")
 _FULL_PAUSE_S = 30.0
-"""So long after the disk was full the file does not try to grow; blocks replace each other meanwhile."""
+"""So long after the disk was full the file does not try to grow."""
 _CLOSE_S = 2.0
 _WRITES = 64
 """Jobs of the writing thread that may wait."""
@@ -99,6 +99,8 @@ class SsdTier:
         """Slots whose records are to be erased: by one job of the writing thread, however many they become."""
         self._will_erase = False
         """Does that job wait, or has it not looked yet?"""
+        self._is_full = False
+        """The file could not grow when it last tried: what is ready is all there is."""
         self._full_until_s = -math.inf
         self._background: set[asyncio.Task[None]] = set()
         self.on_stored: Callable[[Sequence[StoredBlock]], None] = lambda blocks: None
@@ -171,11 +173,16 @@ class SsdTier:
         return self._slots.ready_slots
 
     @property
-    def room(self) -> int:
-        """Blocks that can be written without evicting others, as far as is known."""
-        statistics = self.pool.statistics()
-        grows = self._clock.monotonic() >= self._full_until_s
-        return statistics.free + (statistics.total - self._slots.ready_slots if grows else 0)
+    def capacity(self) -> int:
+        """Blocks that it holds at most: what it may take, or what a full disk left it."""
+        return self._slots.ready_slots if self._is_full else self.pool.statistics().total
+
+    async def make_room(self) -> int:
+        """How many blocks, up to ``WRITE_BLOCKS`` for sure, can be written without evicting others; the file grows for
+        them when it may and the disk lets it."""
+        if self.pool.statistics().free < WRITE_BLOCKS and not self.pause_left_s():
+            await self._grow()
+        return self.pool.statistics().free
 
     async def read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *,
                    timeout_s: float | None = None) -> Reading:
@@ -351,7 +358,7 @@ class SsdTier:
         return done
 
     async def _grow(self) -> None:
-        """Lets the file grow by an extent, when it may and the disk lets it."""
+        """Lets the file grow by an extent, when it may and the disk lets it; a full one is tried again later."""
         ready, most = self._slots.ready_slots, self.pool.statistics().total
         if ready >= most or self._clock.monotonic() < self._full_until_s:
             return
@@ -363,6 +370,7 @@ class SsdTier:
         except OSError as error:
             self._full(error)
             return
+        self._is_full = False
         _free(self.pool, range(ready, now_ready), _UNBACKED)
 
     async def _see_through(self, job: Job[T], timeout_s: float) -> T:
@@ -458,7 +466,9 @@ class SsdTier:
     def _full(self, error: OSError) -> None:
         self._full_until_s = self._clock.monotonic() + _FULL_PAUSE_S
         metrics.SSD_FAILURES.labels(call="write", why="full").inc()
-        log.warning("action=ssd_full slots=%d error=%s", self._slots.ready_slots, error)
+        log.log(logging.DEBUG if self._is_full else logging.WARNING, "action=ssd_full slots=%d error=%s",
+                self._slots.ready_slots, error)
+        self._is_full = True
 
     def _fail(self, call: str, why: str, message: str) -> None:
         metrics.SSD_FAILURES.labels(call=call, why=why).inc()

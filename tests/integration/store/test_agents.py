@@ -298,6 +298,41 @@ async def test_a_disk_that_is_really_full(nats_url: str, small_disk: Path, event
         assert await one.recall(chains[11]) == 8 and await one.recall(chains[0]) == 0
 
 
+@pytest.mark.parametrize("ahead", [1.0, 0.0])
+async def test_a_full_disk_is_left_in_peace_once_it_holds_what_it_can(
+        nats_url: str, tmp_path: Path, eventually: Eventually, ahead: float) -> None:
+    """Blocks of the same worth would else push each other out for ever."""
+    files = FaultyFiles(disk_bytes=10 * 4096)
+    chains = [make_chain(str(number), 1) for number in range(20)]
+    async with open_holder(nats_url, "w1", blocks=24, files=files, ssd=ssd(tmp_path, ahead=ahead)) as one:
+        tier = one.agent.ssd
+        assert tier is not None
+        for chain in chains:
+            one.put(chain)
+        if not ahead:
+            await one.agent.save()
+        await eventually(lambda: 5 <= tier.ready_slots == len(list(tier.blocks())))
+        await eventually(lambda: not one.agent._cooled.is_set(), "nothing left to copy")
+        written = len(files.log)
+        for _ in range(3):
+            one.agent.settle()
+            await eventually(lambda: not one.agent._cooled.is_set())
+        assert tier.capacity == tier.ready_slots and await tier.make_room() == 0 and len(files.log) == written
+        files.disk_bytes = 0
+
+
+async def test_the_end_comes_whatever_the_copying_does(nats_url: str, tmp_path: Path) -> None:
+    """In whichever turn of the loop it is told to end."""
+    for turns in range(8):
+        async with asyncio.timeout(60), open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one:
+            await one.agent.save()
+            one.agent._cooled.clear()
+            await asyncio.sleep(0.06)  # it has looked, and waits for something to copy
+            one.agent.settle()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+
 async def test_a_real_limit_on_the_files_size(nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
     """What fits is used, blocks replace each other beyond it, and nothing fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

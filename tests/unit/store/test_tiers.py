@@ -58,6 +58,14 @@ def test_behind_takes_what_is_not_needed_next_while_there_is_room() -> None:
     assert plan(pool, ahead=0.25, behind=1.0, room=0) == []
 
 
+def test_what_has_time_takes_no_more_than_the_room_also_for_a_chain() -> None:
+    a = make_chain("a", 8)
+    taken = plan_demotion(filled(a, slots=16), oldest=[a[7]], uncopied=8, held=lambda key: False,
+                          fits=lambda block: True, ahead=0.25, behind=1.0, capacity=100, room=5, least_odds=0.0,
+                          limit=100, now=99.0)
+    assert taken == a[:5]
+
+
 def test_what_is_there_is_not_copied_again() -> None:
     a = make_chain("a", 4)
     there = {block.key for block in a[:2]}
