@@ -52,8 +52,8 @@ class Native:
         """``begin(to, source, places)``: begins to copy what lies at ``places``, a list of (offset in ``to``, offset in
         ``source``, length), while its caller does something else. Copies that are not short go past the caches: it is
         for memory that nobody looks at soon. ``finish()`` does what is left of it and returns when all is there; until
-        then nobody may touch either memory. One at a time, and one thread that begins and finishes. Raises ``ValueError``
-        when a place is not in both."""
+        then nobody may touch either memory. One at a time, and one thread that begins and finishes. Raises
+        ``ValueError`` when a place is not in both."""
         self.finish = self._helper.finish
 
         self.differ: Differ = _native.differ
