@@ -361,8 +361,6 @@ class DecodeShell:
             metrics.WORKER_PREEMPTIONS.inc(step.preempted)
             if step.preempted:  # what they gave up may be what a prompt waits for, and they wait for its memory
                 self._agent.settle()
-            if step.preempted:  # what they gave up may be what a prompt waits for, and they wait for its memory
-                self._agent.settle()
             for outcome in step.ended:
                 request = self._requests[outcome.running.operation]
                 self._spawn_publish({request.message.gateway: [self._chunk(request, outcome)]}, [])

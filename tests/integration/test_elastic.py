@@ -138,39 +138,6 @@ async def test_a_prompt_gets_what_a_preempted_answer_gave_up(
         await workers.asker.ask(workers.p1, d1, waits[:49], max_tokens=1)  # three blocks of it
         step, may_step = d1.engine.step, asyncio.Event()
 
-        async def held(works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> Computed:
-            await may_step.wait()
-            return await step(works, on_layer)
-
-        monkeypatch.setattr(d1.engine, "step", held)
-        answers = []
-        for prefill, decode, tokens, count in ((workers.p1, d1, grows, 40), (d1, d2, waits, 5)):
-            job, reserved = await workers.asker.reserve(decode.id, tokens, Sampling(max_tokens=count))
-            assert isinstance(reserved, Reserved)
-            assert isinstance(await workers.asker.dispatch(prefill.id, decode.id, job, reserved), Accepted)
-            answer = workers.asker.answers[job.request]
-            answers.append(answer)
-            if decode is d1:
-                await eventually(lambda: answer.tokens, "it runs")
-        await eventually(lambda: d1.room.refuses_answer() == "1 prompts wait for memory")
-        may_step.set()
-        await asyncio.wait_for(asyncio.gather(*(answer.over.wait() for answer in answers)), 15)
-        assert [answer.tokens for answer in answers] == expected
-        await eventually(lambda: clean(workers))
-
-
-async def test_a_prompt_gets_what_a_preempted_answer_gave_up(
-        nats_url: str, cache: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits, pinning a prefix that it found, for an answer that cannot grow beside that: both need what is left."""
-    elastic = {"decode-1": {"elastic": True, "pool_bytes": 10 * 8192}}
-    async with open_workers(nats_url, cache, prefills=1, decodes=2, settings=elastic) as workers:
-        d1, d2 = workers.decodes
-        grows, waits = prompt(96), prompt(128, seed=2)
-        expected = [(await workers.asker.ask(workers.p1, d2, tokens, max_tokens=count, salt="reference")).tokens
-                    for tokens, count in ((grows, 40), (waits, 5))]
-        await workers.asker.ask(workers.p1, d1, waits[:49], max_tokens=1)  # three blocks of it
-        step, may_step = d1.engine.step, asyncio.Event()
-
         async def held(works: Sequence[Work], on_layer: Callable[[int], None] | None = None) -> object:
             await may_step.wait()
             return await step(works, on_layer)
