@@ -148,10 +148,9 @@ async def test_a_prompt_gets_what_a_preempted_answer_gave_up(
             job, reserved = await workers.asker.reserve(decode.id, tokens, Sampling(max_tokens=count))
             assert isinstance(reserved, Reserved)
             assert isinstance(await workers.asker.dispatch(prefill.id, decode.id, job, reserved), Accepted)
-            answer = workers.asker.answers[job.request]
-            answers.append(answer)
+            answers.append(workers.asker.answers[job.request])
             if decode is d1:
-                await eventually(lambda: answer.tokens, "it runs")
+                await eventually(lambda: answers[0].tokens, "it runs")
         await eventually(lambda: d1.room.refuses_answer() == "1 prompts wait for memory")
         may_step.set()
         await asyncio.wait_for(asyncio.gather(*(answer.over.wait() for answer in answers)), 15)
