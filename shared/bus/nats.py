@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from nats import errors as nats_errors
@@ -41,6 +41,9 @@ OUTBOUND_BYTES = 32 * 2**20
 """Most bytes that wait to be sent while the server is away; beyond it ``publish`` raises ``BusError``."""
 ANSWER_S = 5.0
 """Longest time for the server itself to answer: flushes, JetStream administration."""
+_FAILED = (nats_errors.Error, OSError, RuntimeError)
+"""What the client raises; a ``RuntimeError`` is uvloop's word for a connection that is gone, which the client lets out
+until it has noticed."""
 
 
 class NatsBus:
@@ -98,30 +101,28 @@ class NatsBus:
         data = codec.encode(message)
         self._check_size(address.text, data)
         try:
-            answer = await self._client.request(address.text, data, timeout=timeout_s, headers=_with_trace(None))
+            with _heeding_cancellation():
+                answer = await self._client.request(address.text, data, timeout=timeout_s, headers=_with_trace(None))
         except nats_errors.NoRespondersError as error:
             raise NoResponders(address.text) from error
         except nats_errors.TimeoutError as error:
             away = "" if self._client.is_connected else "NATS"
             raise RequestTimeout(address.text, timeout_s, away=away) from error
-        except nats_errors.Error as error:
+        except _FAILED as error:
             raise BusError(f"cannot ask {address.text}: {error}") from error
         self._counters.published += 1
         return decode_reply(answer.data, address, self._counters)
 
     async def _send(self, subject: str, data: bytes, *, headers: dict[str, str] | None = None) -> None:
         self._check_size(subject, data)
-        task = asyncio.current_task()
-        cancelling = task.cancelling() if task else 0
         try:
-            await self._client.publish(subject, data, headers=headers)
+            with _heeding_cancellation():
+                await self._client.publish(subject, data, headers=headers)
         except nats_errors.OutboundBufferLimitError as error:
             raise BusError(f"cannot publish on {subject}: NATS at {self._url} has been away too long, "
                            f"{OUTBOUND_BYTES} bytes wait for it already") from error
-        except nats_errors.Error as error:
+        except _FAILED as error:
             raise BusError(f"cannot publish on {subject}: {error}") from error
-        if task and task.cancelling() > cancelling:
-            raise asyncio.CancelledError  # the client swallows a cancellation that meets it while it flushes
         self._counters.published += 1
 
     def _check_size(self, subject: str, data: bytes) -> None:
@@ -150,12 +151,12 @@ class NatsBus:
             if not self._client.is_closed:
                 try:
                     await heard.unsubscribe()
-                except (nats_errors.Error, OSError) as error:
+                except _FAILED as error:
                     _log.debug("unsubscribe_failed", extra={"fields": {"subject": address.text, "why": error}})
 
         try:
             heard = await self._client.subscribe(address.text, queue=queue, cb=hear)
-        except nats_errors.Error as error:
+        except _FAILED as error:
             raise BusError(f"cannot listen on {address.text}: {error}") from error
         listener = Listener(address, handler, counters=self._counters, backlog=backlog, concurrency=concurrency,
                             stop_hearing=stop_hearing)
@@ -172,7 +173,7 @@ class NatsBus:
             # gives it the time to send those, so the second PING is behind them.
             for _ in range(2):
                 await self._client.flush(timeout=ANSWER_S)  # type: ignore[arg-type]
-        except (nats_errors.Error, OSError) as error:
+        except _FAILED as error:
             _log.warning("flush_failed", extra={"fields": {"why": error}})
 
     # Streams.
@@ -327,13 +328,21 @@ class NatsBus:
             if not self._client.is_closed:
                 try:
                     await pulls.unsubscribe()
-                except (nats_errors.Error, OSError) as error:
+                except _FAILED as error:
                     _log.debug("unsubscribe_failed", extra={"fields": {"why": error}})
         if not self._client.is_connected:
-            # What waits cannot be sent any more. The client would try, on the connection that is gone; uvloop raises
-            # RuntimeError then, and half of the closing is left undone.
-            self._client._pending, self._client._pending_data_size = [], 0
-        await self._client.close()
+            self._drop_pending()
+        try:
+            await self._client.close()
+        except (OSError, RuntimeError) as error:  # it was gone although the client had not noticed, or went meanwhile
+            _log.debug("close_failed", extra={"fields": {"why": error}})
+            self._drop_pending()
+            self._client._status = Client.DISCONNECTED  # or it would leave the other half of the closing undone
+            await self._client.close()
+
+    def _drop_pending(self) -> None:
+        """What waits cannot be sent any more; the client would try, on the connection that is gone."""
+        self._client._pending, self._client._pending_data_size = [], 0
 
     def _next_server(self, servers: list[Server], info: dict[str, Any]) -> tuple[Server, float]:
         attempt, self._attempt = self._attempt, self._attempt + 1
@@ -398,6 +407,18 @@ class NatsDurable:
 
     async def ack(self) -> None:
         await self._bus._send(self._msg.reply, b"+ACK")
+
+
+@contextmanager
+def _heeding_cancellation() -> Iterator[None]:
+    """Raises the cancellation that the client swallows when it meets it while it flushes."""
+    task = asyncio.current_task()
+    cancelling = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task and task.cancelling() > cancelling:
+            raise asyncio.CancelledError
 
 
 def _with_trace(headers: Mapping[str, str] | None) -> dict[str, str] | None:

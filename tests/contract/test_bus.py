@@ -14,6 +14,7 @@ from typing import Any
 import nats
 import pytest
 import pytest_asyncio
+import uvloop
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -639,6 +640,21 @@ async def test_what_is_published_while_the_server_is_away_arrives_when_it_is_bac
         await eventually(lambda: speaker.statistics().reconnects == 1)
         await speaker.publish(CANCEL.at(), cancel(2))
         await eventually(lambda: cancel(2) in heard.messages)
+
+
+def test_a_bus_whose_connection_is_gone_closes_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the client has noticed; on the loop of our services, which is strict about what is closed."""
+    async def leave_it() -> None:
+        async with run_nats_server(tmp_path / "nats") as server, NatsBus.connect(server.url, name="test") as bus:
+            assert bus._client._transport is not None
+            bus._client._transport.close()
+            bus._client._pending, bus._client._pending_data_size = [b"PING\r\n"], 6
+            await bus._close()  # now, in the turn of the loop in which it is lost
+        assert bus._client.is_closed and bus._client._client_id is None, "all of the closing was done"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(leave_it())
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_no_server_is_one_clear_line() -> None:
