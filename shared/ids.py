@@ -21,6 +21,22 @@ OperationId = NewType("OperationId", str)
 """Names one piece of work that holds pins and grants; they end when it does."""
 
 
+MAX_TENANT_BYTES = 128
+"""Of a tenant's name, in UTF-8."""
+
+
+def tenant_fault(name: str) -> str:
+    """Why ``name`` cannot be a tenant's; empty when it can. No name at all, which is nobody's, is for callers to judge.
+
+    Names travel in subjects, records on disk and tables, and are shown on terminals.
+    """
+    if not name.isprintable():  # nor are lone surrogates, which no UTF-8 has
+        return f"{name[:64]!r} is no tenant's name: it has characters that cannot be printed"
+    if (nbytes := len(name.encode())) > MAX_TENANT_BYTES:
+        return f"{name[:32] + '...'!r} is no tenant's name: it has {nbytes} bytes, at most {MAX_TENANT_BYTES} may be"
+    return ""
+
+
 def fresh(prefix: str = "", nbytes: int = 8) -> str:
     """Random lowercase hex text, ``2 * nbytes`` long, behind ``prefix`` and a dash when one is given."""
     token = secrets.token_hex(nbytes)

@@ -16,7 +16,7 @@ from services.store_manager.core.planner import Planner
 from shared.bus.bus import Bus, Delivery
 from shared.clock import Clock
 from shared.errors import BusError
-from shared.ids import WorkerId
+from shared.ids import WorkerId, tenant_fault
 from shared.messages import (
     CopiesReply,
     DrainAsk,
@@ -161,8 +161,8 @@ class Desk:
         try:
             if not ask.tenant:
                 orders, _ = await self.read()
-            elif not ask.tenant.isprintable() or len(ask.tenant) > 256:
-                return Failure(message=f"{ask.tenant!r} is no name of a tenant: at most 256 printable characters")
+            elif fault := tenant_fault(ask.tenant):
+                return Failure(message=fault)
             elif ask.nbytes < 0:
                 return Failure(message=f"a quota of {ask.nbytes} bytes is none; give 0 or more")
             elif not ask.remove and 0 < ask.nbytes < (least := self._least_block()):

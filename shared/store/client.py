@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from shared.errors import Bug, Unavailable
-from shared.ids import BlockKey, HostId, Incarnation, fresh
+from shared.ids import BlockKey, HostId, Incarnation, fresh, tenant_fault
 from shared.kv import KEY_BYTES, CacheSpec, block_keys, root_key
 from shared.store.client_core import Core, Hold
 from shared.store.client_directory import Directory, submit
@@ -31,6 +31,8 @@ from shared.store.client_errors import (
     BadCall,
     BadKey,
     BadMemory,
+    BadTenant,
+    BadUrl,
     BatchTooLarge,
     BusAway,
     NoStore,
@@ -54,6 +56,7 @@ MAX_BATCH = 4096
 MAX_CALLS = 16
 """Calls of a :class:`Client` that run at the same time; more wait their turn."""
 PIN_TTL_S = 10.0
+_CLOSED = "the client was closed; calls are made within its context"
 _START_S = 15.0
 T = TypeVar("T")
 Key = str | bytes | Block
@@ -96,6 +99,7 @@ class _Calls:
 
     def buffer(self, nbytes: int) -> Buffer:
         """New memory that workers of this host copy values out of by themselves: nothing is faster to put from."""
+        self._check_open()
         if nbytes <= 0:
             raise counted(BadMemory(f"a buffer of {nbytes} bytes; it has at least one"))
         return self._keep(Buffer.allocate(nbytes, huge_pages=self._settings.huge_pages))
@@ -103,6 +107,7 @@ class _Calls:
     def register(self, memory: Any) -> Buffer:
         """Memory that exists: a numpy array, CPU tensor, memoryview or bytearray (writable, contiguous; kept alive), or
         the descriptor of a memfd (stays the caller's). Raises :class:`BadMemory`."""
+        self._check_open()
         try:
             buffer = Buffer.adopt(memory)
         except (Bug, OSError, TypeError, ValueError) as error:
@@ -163,6 +168,10 @@ class _Calls:
         """Runs ``do`` in this thread; what it raises is for users."""
         try:
             return do(call)
+        except RuntimeError as error:  # the loop that it asks has ended
+            if self._closed:
+                raise counted(BadCall(_CLOSED)) from error
+            raise
         except Late as error:
             raise counted(StoreTimeout("not done by the call's deadline")) from error
         except Gone as error:
@@ -172,13 +181,16 @@ class _Calls:
             raise
 
     def _new_call(self, nvalues: int, timeout_s: float | None) -> Call:
-        if self._closed:
-            raise counted(BadCall("the client was closed; calls are made within its context"))
+        self._check_open()
         if timeout_s is not None and isnan(timeout_s):
             raise counted(BadCall("timeout_s is not a number of seconds"))
         return Call(host_clock_s() + self._settings.timeout_s(nvalues * self._nbytes, timeout_s))
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise counted(BadCall(_CLOSED))
 
     def _keep(self, buffer: Buffer) -> Buffer:
         self._buffers[buffer.serial] = buffer
@@ -226,7 +238,10 @@ class _Calls:
         return counted(BadKey(why))
 
     def _value_key(self, key: str | bytes) -> BlockKey:
-        data = key.encode() if isinstance(key, str) else key
+        try:
+            data = key.encode() if isinstance(key, str) else key
+        except UnicodeEncodeError as error:
+            raise self._bad_key(f"{key!r} is no text: it has lone surrogates; give the bytes that are meant") from error
         if not isinstance(data, bytes):
             raise self._bad_key(f"{key!r} is no key of {self.spec.model}: any text or bytes are")
         return BlockKey(hashlib.sha256(self._value_root + data).digest())
@@ -334,7 +349,8 @@ class Client(_Calls):
         """A client for the values of ``spec``; see :meth:`CacheSpec.opaque` for values that are no KV.
 
         ``tenant`` separates: another one finds nothing of this one's. ``settings``: which paths (shm, tcp) may be
-        used, checksums, deadlines. Raises :class:`BusAway` when there is no bus.
+        used, checksums, deadlines. Raises :class:`BusAway` when there is no bus, :class:`BadUrl` and :class:`BadTenant`
+        for what cannot be one; who lends nothing is found out about by calls.
         """
         loop = asyncio.get_running_loop()
         make = partial(_make, cls, nats_url, spec, loop=loop, tenant=tenant, name=name, credentials=credentials,
@@ -352,6 +368,7 @@ class Client(_Calls):
             yield client
         finally:
             opening.cancel()
+            client._closed = True
             await asyncio.to_thread(client._threads.shutdown)
             client._close()
             directory.stopping.set()
@@ -425,8 +442,12 @@ class SyncClient(_Calls):
              settings: TransferSettings | None = None) -> Iterator[SyncClient]:
         """See :meth:`Client.open`."""
         loop = uvloop.new_event_loop()
-        client, directory = _make(cls, nats_url, spec, loop=loop, tenant=tenant, name=name, credentials=credentials,
-                                  settings=settings)
+        try:
+            client, directory = _make(cls, nats_url, spec, loop=loop, tenant=tenant, name=name,
+                                      credentials=credentials, settings=settings)
+        except BaseException:
+            loop.close()
+            raise
         opened: Future[None] = Future()
 
         def listen() -> None:
@@ -505,6 +526,10 @@ C = TypeVar("C", bound=_Calls)
 
 def _make(kind: type[C], nats_url: str, spec: CacheSpec, *, loop: asyncio.AbstractEventLoop, tenant: str, name: str,
           credentials: str, settings: TransferSettings | None) -> tuple[C, Directory]:
+    if fault := tenant_fault(tenant):
+        raise counted(BadTenant(fault))
+    if not nats_url.strip(", "):
+        raise counted(BadUrl(f"{nats_url!r} is no address of NATS; one is like nats://127.0.0.1:4222"))
     settings = settings or TransferSettings()
     client, incarnation = name or fresh("client", 4), Incarnation(fresh())
     host = HostId(settings.host_id) if settings.host_id else host_id()

@@ -11,6 +11,8 @@
         ├── WrongSize          size       a value, or memory for one, of another size than the spec's
         ├── BadMemory          memory     what is no memory of this client's, or none that it can use
         ├── BadCall            call       a call that cannot be meant: other counts, no time, a closed client
+        ├── BadTenant          tenant     a tenant's name that cannot be
+        ├── BadUrl             url        what is no address of NATS
         ├── BadKey             key        a key that this spec cannot have
         ├── BatchTooLarge      batch      more keys than one call takes
         ├── StoreFull          full       back-pressure: everything the workers have is in use
@@ -77,6 +79,18 @@ class BadCall(StoreError):
     """A call that cannot be meant."""
 
     code = "call"
+
+
+class BadTenant(StoreError):
+    """A tenant's name that cannot be: too long, or with characters that cannot be printed."""
+
+    code = "tenant"
+
+
+class BadUrl(StoreError):
+    """What is no address of NATS."""
+
+    code = "url"
 
 
 class BadKey(StoreError):

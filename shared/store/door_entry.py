@@ -16,7 +16,7 @@ from shared import sockets
 from shared.bus.bus import Delivery
 from shared.bus.subjects import tenant_token
 from shared.errors import SettingError
-from shared.ids import fresh
+from shared.ids import fresh, tenant_fault
 from shared.messages import DoorOpened, DoorRefused, OpenDoor
 from shared.store import door_frames as frames
 from shared.store.door_keep import Keep, tally
@@ -83,6 +83,9 @@ class Entry:
             tally("open", "tenant")
             return DoorRefused(code="tenant", message=f"asked for tenant {ask.tenant!r} by the subject of another: "
                                                       f"{delivery.subject}")
+        if fault := tenant_fault(ask.tenant):
+            tally("open", "tenant")
+            return DoorRefused(code="tenant", message=fault)
         if ask.spec != keep.spec.digest:
             tally("open", "spec")
             return DoorRefused(code="spec", message=f"worker {keep.worker} keeps values of another cache spec: "

@@ -209,4 +209,7 @@ async def _resume(engine: TransferEngine, peer: Endpoint, tally: Tally, grant: G
 
 
 def _call(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    if loop.is_closed():
+        work.close()
+        raise Bug("this engine was closed")
     return asyncio.run_coroutine_threadsafe(work, loop).result()

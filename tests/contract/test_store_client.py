@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY
 
 from load.bench.store_owner import Owner, open_owner
 from shared.bus.nats import NatsBus
-from shared.bus.subjects import DOOR
+from shared.bus.subjects import DOOR, tenant_token
 from shared.errors import Unavailable
 from shared.ids import BlockKey, Incarnation, OperationId, WorkerId
 from shared.kv import CacheSpec, pack_keys, root_key
@@ -32,6 +32,8 @@ from shared.store.client_errors import (
     BadCall,
     BadKey,
     BadMemory,
+    BadTenant,
+    BadUrl,
     BatchTooLarge,
     BusAway,
     ForeignSpec,
@@ -293,11 +295,13 @@ async def test_wrong_sizes_and_batches_are_refused(store: Any, owner: Owner) -> 
         await store.put_from("a", np.zeros(NBYTES, dtype=np.uint8))
     with pytest.raises(BadMemory, match="str is no value"):
         await store.put("a", "text")
+    with pytest.raises(BadKey, match="lone surrogates"):
+        await store.get("\ud800")
     for wrong in (7, None, ("a",)):
         with pytest.raises(BadKey, match="any text or bytes"):
             await store.put(wrong, value(1))
     assert (refused("call"), refused("memory"), refused("size"), refused("key")) == (
-        before[0] + 2, before[1] + 6, before[2], before[3] + 3)
+        before[0] + 2, before[1] + 6, before[2], before[3] + 4)
     with pytest.raises(BadKey):
         await store.put(frames.Block(bytes(32), bytes(32)), value(1))
     assert not list(owner.agent.pool.blocks())
@@ -373,8 +377,39 @@ async def test_who_has_no_token_stays_outside(owner: Owner, nats_url: str, chang
 async def test_a_closed_client_says_so(owner: Owner, nats_url: str, kind: str) -> None:
     async with open_client(kind, nats_url, SPEC) as store:
         assert await store.put("a", value(1))
+    for call in (lambda: store.get("a"), lambda: store.put("a", value(1)), lambda: store.pin(["a"]),
+                 lambda: store.remove("a"), lambda: store.batch_exists(["a"])):
+        with pytest.raises(BadCall, match="was closed"):
+            await call()
     with pytest.raises(BadCall, match="was closed"):
-        await store.get("a")
+        store.buffer(NBYTES)
+    with pytest.raises(BadCall, match="was closed"):
+        store.register(bytearray(NBYTES))
+
+
+@every_kind
+@pytest.mark.parametrize("tenant", ["x" * 5000, "ä" * 65, "a\0b", "a\nb", "\x1b[2J", "\ud800"])
+async def test_a_tenant_that_cannot_be_opens_nothing(kind: str, tenant: str) -> None:
+    with pytest.raises(BadTenant, match="is no tenant's name"):
+        async with open_client(kind, "nats://127.0.0.1:1", SPEC, tenant=tenant):
+            pass
+
+
+@every_kind
+@pytest.mark.parametrize("url", ["", " ", ","])
+async def test_no_address_opens_nothing(kind: str, url: str) -> None:
+    with pytest.raises(BadUrl, match="no address of NATS"):
+        async with open_client(kind, url, SPEC):
+            pass
+
+
+@at_the_door
+async def test_a_door_refuses_a_tenant_that_cannot_be(owner: Owner, nats_url: str) -> None:
+    """Clients need not be ours."""
+    async with NatsBus.connect(nats_url, name="stranger") as bus:
+        asked = OpenDoor(client="c", incarnation=Incarnation("i"), host=host_id(), spec=SPEC.digest, tenant="a\nb")
+        reply = await bus.request(DOOR.at(worker="store-1", tenant=tenant_token("a\nb")), asked, timeout_s=5.0)
+        assert (reply.code, "cannot be printed" in reply.message) == ("tenant", True)
 
 
 @at_the_door

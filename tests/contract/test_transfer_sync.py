@@ -147,6 +147,14 @@ def test_a_closed_peer_is_gone_and_its_next_life_is_reached(path: str) -> None:
             assert isinstance(result.error, PeerGone) and result.error.peer == "c"
 
 
+def test_a_closed_engine_says_so() -> None:
+    with opened("tcp") as (sender, _):
+        pass
+    for call in (lambda: sender.next_notification(5), lambda: sender.release(OP)):
+        with pytest.raises(Bug, match="was closed"):
+            call()
+
+
 def test_no_common_path_says_why() -> None:
     with opened("copy") as (sender, receiver):
         far = msgspec.structs.replace(receiver.endpoint, worker=WorkerId("far"))

@@ -32,13 +32,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shared.ids import BlockKey
+from shared.ids import MAX_TENANT_BYTES, BlockKey
 from shared.kv import Tier
 from shared.messages import StoredBlock
 
 RECORD_BYTES = 256
 EMPTY = bytes(RECORD_BYTES)
-MAX_TENANT_BYTES = 128
 
 _MAGIC = b"MBSR"
 _VERSION = 1
