@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -221,16 +222,21 @@ class _Export:
         metrics.CONDUCTOR_PLACEMENTS.labels(prefill=prefill, decode=decode).inc()
 
     def advise(self, advice: Sequence[RoleAdvice]) -> None:
-        """Shows how many workers are needed and advised."""
+        """Shows how many workers are needed and advised, summed over the cache specs of a model."""
         for model in self._advised - {one.model for one in advice}:
             for role in ("prefill", "decode"):
                 metrics.CONDUCTOR_NEEDED_WORKERS.remove(model, role)
                 metrics.CONDUCTOR_ADVISED_WORKERS.remove(model, role)
+        needed: defaultdict[tuple[str, str], float] = defaultdict(float)
+        best: defaultdict[tuple[str, str], int] = defaultdict(int)
         for one in advice:
-            for role, needed, best in (("prefill", one.needed_prefill, one.best_prefill),
-                                       ("decode", one.needed_decode, one.best_decode)):
-                metrics.CONDUCTOR_NEEDED_WORKERS.labels(model=one.model, role=role).set(needed)
-                metrics.CONDUCTOR_ADVISED_WORKERS.labels(model=one.model, role=role).set(best)
+            needed[one.model, "prefill"] += one.needed_prefill
+            needed[one.model, "decode"] += one.needed_decode
+            best[one.model, "prefill"] += one.best_prefill
+            best[one.model, "decode"] += one.best_decode
+        for (model, role), count in needed.items():
+            metrics.CONDUCTOR_NEEDED_WORKERS.labels(model=model, role=role).set(count)
+            metrics.CONDUCTOR_ADVISED_WORKERS.labels(model=model, role=role).set(best[model, role])
         self._advised = {one.model for one in advice}
 
     def update(self, now: Statistics) -> int:

@@ -151,6 +151,8 @@ class Placed(Message, frozen=True):
     tenant: str = ""
     head_start_s: float = 0.0
     """As in the question."""
+    tbt_slo_s: float | None = None
+    """The bound on the time between tokens that it was accepted under."""
 
 
 class DecodeJob(Message, frozen=True):

@@ -230,7 +230,7 @@ class Conductor:
                 return self._changes(self._membership.bye(event), now)
             case Placed():
                 if event.placement.conductor != self.id and math.isfinite(
-                        event.placement.predicted_ttft_s + event.head_start_s):
+                        event.placement.predicted_ttft_s + event.head_start_s + (event.tbt_slo_s or 0.0)):
                     self._count(event, now)
                 return []
             case Cancel():
@@ -319,25 +319,19 @@ class Conductor:
         self._over(ask.request, now)  # a former attempt, or the same asked again
         if wrong := _wrong(ask):
             return [Reply(token, _malformed(ask, wrong))]
-        if ask.tbt_slo_s is not None and (roles := self._roles.get(ask.spec)) is not None:
-            roles.bounded(ask.tbt_slo_s)
         pool = self._pool(ask.spec, now)
-        usable, match = pool.usable, self._match(ask, pool)
-        if ask.exclude:
-            usable = self._usable([worker for worker in pool.takers if worker.id not in ask.exclude], pool.roles,
-                                  excluded=sum(worker.id in ask.exclude for worker in pool.takers))
+        match, usable = self._match(ask, pool), self._asked_of(ask, pool)
         answer = self._placer.place(ask, self._cluster, usable, match, now=now)
-        if isinstance(answer, Rejection) and pool.roles is not None and _is_full(usable, ask):
-            pool.roles.call_decode(pool.takers, now)
-            usable = self._usable([worker for worker in pool.takers if worker.id not in ask.exclude], pool.roles,
-                                  excluded=usable.excluded)
+        if (isinstance(answer, Rejection) and answer.code == "capacity" and pool.roles is not None
+                and _is_full(usable, ask) and pool.roles.call_decode(pool.takers, now)):
+            usable = self._asked_of(ask, self._pool(ask.spec, now))
             answer = self._placer.place(ask, self._cluster, usable, match, now=now)
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[], decode_candidates=[]),
                         num_tokens=ask.num_tokens, max_tokens=ask.max_tokens, keys=ask.keys,
                         ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s, tenant=ask.tenant,
-                        head_start_s=ask.head_start_s)
+                        head_start_s=ask.head_start_s, tbt_slo_s=ask.tbt_slo_s or self._policy.tbt_slo_s)
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
 
@@ -370,14 +364,21 @@ class Conductor:
             self._pools[spec] = pool
         return pool
 
-    def _role_now(self, worker: Worker, now: float) -> Role | None:
-        """What an elastic worker is given work for; ``None`` for nothing, as for who has but one role."""
-        if not worker.hello.elastic:
-            return None
-        usable = self._pool(worker.spec, now).usable
-        if any(one is worker for one in usable.prefill):
-            return "prefill"
-        return "decode" if any(one is worker for one in usable.decode) else None
+    def _asked_of(self, ask: PlaceRequest, pool: _Pool) -> Usable:
+        """Who of the pool may be given ``ask``, by role."""
+        if not ask.exclude:
+            return pool.usable
+        takers = [worker for worker in pool.takers if worker.id not in ask.exclude]
+        return self._usable(takers, pool.roles, excluded=len(pool.takers) - len(takers))
+
+    def _roles_now(self, now: float) -> dict[WorkerId, Role]:
+        """What the elastic workers are given work for, of those that are given any."""
+        roles: dict[WorkerId, Role] = {}
+        for spec in {worker.spec for worker in self._cluster.workers.values() if worker.hello.elastic}:
+            usable = self._pool(spec, now).usable
+            roles |= {worker.id: "decode" for worker in usable.decode if worker.hello.elastic}
+            roles |= {worker.id: "prefill" for worker in usable.prefill if worker.hello.elastic}
+        return roles
 
     def _takers(self, spec: SpecDigest) -> list[Worker]:
         """Who of that spec may get new work."""
@@ -407,6 +408,9 @@ class Conductor:
                             head_start_s=placed.head_start_s)
         if (prefill := self._cluster.workers.get(placement.prefill)) is not None:
             self._roles_of(prefill.spec, now).asked(placement.predicted_prefill_s, now)
+        if (decode := self._cluster.workers.get(placement.decode)) is not None:
+            self._roles_of(decode.spec, now).bounded(
+                placed.tbt_slo_s, lone_s=decode.costs.step_s(batch=1, context_tokens=placed.num_tokens))
         if placement.prefill in self._cluster.workers and not len(placed.keys) % KEY_BYTES:
             self._promises.make(placement.request, placement.prefill, placed.keys,
                                 until_s=now + placement.predicted_ttft_s + self._policy.promise_s)
@@ -430,14 +434,14 @@ class Conductor:
             self._promises.end(request)  # else its blocks are there, and the promise lasts until they are announced
 
     def _workers(self, now: float) -> WorkersReply:
-        states = []
+        states, roles = [], self._roles_now(now)
         for worker_id, member in sorted(self._membership.members.items()):
             worker = self._cluster.workers.get(worker_id)
             states.append(WorkerState(
                 hello=member.hello, load=member.load, state=member.state, silence_s=max(now - member.heard_s, 0.0),
                 indexed_blocks=self._index.blocks_of(worker_id), waiting_s=worker.queue_s(now) if worker else 0.0,
                 errors=worker.costs.errors(least=_TELLING) if worker else {}, other_load=member.other_load,
-                now=self._role_now(worker, now) if worker else None))
+                now=roles.get(worker_id)))
         index = IndexState(
             block_copies=len(self._index), max_block_copies=self._policy.max_blocks, nbytes=self._index.nbytes,
             max_bytes=self._policy.max_index_bytes, dropped=self._index.dropped_blocks)
@@ -589,9 +593,12 @@ def _wrong(ask: PlaceRequest) -> str:
 
 def _is_full(usable: Usable, ask: PlaceRequest) -> bool:
     """Whether no decode worker has the room that the request needs, and would have if it were empty."""
-    needed = [(worker.needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant), worker) for worker in usable.decode]
-    return (all(blocks > worker.free_blocks() for blocks, worker in needed)
-            and any(blocks <= worker.hello.capacity_blocks for blocks, worker in needed))
+    workers = usable.decode
+    if not workers:
+        return False
+    needed = workers[0].needed_blocks(ask.num_tokens, ask.max_tokens, ask.tenant, beginning(ask.keys))
+    return (all(worker.free_blocks() < needed for worker in workers)
+            and any(worker.hello.capacity_blocks >= needed for worker in workers))
 
 
 def _malformed(ask: PlaceRequest, why: str) -> Rejection:

@@ -24,6 +24,11 @@ backwards. So many from its front prefill, the others decode: conductors that co
 until a role needs more workers than are at home there; then the next in line change sides. Where there are not enough,
 decode has what it needs: prompts merely wait, and what is not prefilled does not have to be decoded.
 
+Conductors that are replicas hear of the same placements, bounds and heartbeats. They may still disagree for as long as
+a need is remembered: on what one heard and another did not (it came later, or a message was lost), and on whom one
+called because its own request found no room. What then differs is where new work goes; a worker takes jobs of both
+roles whoever sends them.
+
 The need of prefill counts as the most it was in the last minutes, that of decode as the most its smoothed value was;
 and a worker is sent home only when the need has fallen by more than one. So who was called stays for a while, and a
 load that merely varies moves nobody.
@@ -59,6 +64,8 @@ class Rules:
     bound_share: float = 0.65
     """Steps may take this share of the bound at most; half of it where most answers are so short that what counts is
     the wait for their first step."""
+    bounds: int = 50
+    """Bounds of about so many requests make the mean one."""
     missed: float = 0.02
     """Share of answers that may exceed by that wait what is taken for the bound where there is none."""
     missed_asked: float = 0.001
@@ -166,6 +173,10 @@ class _Peak:
             old = math.exp((self._at_s - now) / self.smooth_s)
             self._mean, self._at_s = old * self._mean + (1.0 - old) * need, now
             need = max(self._mean, least)
+        return self.raise_to(need, now)
+
+    def raise_to(self, need: float, now: float) -> int:
+        """So much is needed now, at least; the mean knows nothing of it."""
         seen = self._seen
         while seen and seen[-1][1] <= need:
             seen.pop()
@@ -182,8 +193,11 @@ class Roles:
     """The workers of one cache spec. State: what arrived lately, what was needed lately."""
 
     def __init__(self, *, tbt_slo_s: float | None, now: float, rules: Rules | None = None) -> None:
+        """``tbt_slo_s`` is the bound of requests that bring none."""
         self._rules = rules = rules or Rules()
         self._tbt_slo_s = tbt_slo_s
+        #: share of the requests that brought a bound, and 1/bound of these, 0 of others; both smoothed
+        self._bounded_share = self._bounds = 0.0
         self._prefill_rate = _Rate(rules.rate_s, now)
         self._prefill = _Peak(rules.window_s, rules.slack, 0.0)
         self._decode = _Peak(rules.window_s, rules.slack, rules.smooth_s)
@@ -191,6 +205,9 @@ class Roles:
         """Counts changes of what :meth:`split` answers for the same workers."""
         self._look_s = -math.inf
         self._called_s = -math.inf
+        #: who was called to decode for want of room and has not been sent back, the latest first
+        self._called: list[WorkerId] = []
+        self._need: Need | None = None
         self._most = 0
         """No more workers are called to prefill than this."""
         #: who was to prefill and to decode at the last look
@@ -201,10 +218,16 @@ class Roles:
         if math.isfinite(prefill_s):
             self._prefill_rate.add(max(prefill_s, 0.0), now)
 
-    def bounded(self, tbt_slo_s: float) -> None:
-        """A request asks for this bound on the time between tokens; the usual one counts."""
-        known_s = self._tbt_slo_s
-        self._tbt_slo_s = tbt_slo_s if known_s is None else known_s + (tbt_slo_s - known_s) / 50
+    def bounded(self, tbt_slo_s: float | None, *, lone_s: float) -> None:
+        """A request was placed under this bound on the time between tokens, or none; alone its steps take ``lone_s``.
+
+        No worker does better than that, whatever is asked. The harmonic mean of the bounds counts, since needs go by
+        1/bound: in it a request weighs no more than one that asks for its lone step, or for nothing.
+        """
+        asked = 0.0 if tbt_slo_s is None else 1.0
+        bound = 0.0 if tbt_slo_s is None else 1.0 / max(tbt_slo_s, lone_s)
+        self._bounded_share += (asked - self._bounded_share) / self._rules.bounds
+        self._bounds += (bound - self._bounds) / self._rules.bounds
 
     def need(self, workers: Sequence[Worker], now: float) -> Need:
         """What the load needs; ``workers`` are those that may get work, and are not empty."""
@@ -234,72 +257,91 @@ class Roles:
     def _step_limit(self, lone_s: float, short_share: float) -> float:
         """A request joins at the next step boundary, after up to a step. A short answer that waits longer than the
         bound less a step exceeds the bound: with steps of ``s`` a share ``2 - bound/s`` of the short ones."""
-        rules = self._rules
-        bound_s, missed = self._tbt_slo_s, rules.missed_asked
-        if bound_s is None:
-            bound_s, missed = rules.stretch * lone_s, rules.missed
+        rules, unbounded = self._rules, 1.0 - self._bounded_share
+        usual_s, missed = self._tbt_slo_s, rules.missed_asked
+        if usual_s is None:
+            usual_s = rules.stretch * lone_s
+            missed += unbounded * (rules.missed - rules.missed_asked)
+        bound_s = 1.0 / (self._bounds + unbounded / usual_s)
         parts = 2.0 - min(missed / max(short_share, 1e-9), 1.0)
         return max(min(bound_s / parts, rules.bound_share * bound_s), 1.1 * lone_s)
 
-    def look(self, workers: Sequence[Worker], now: float) -> None:
-        """Looks at the load, when it is time to."""
-        if now < self._look_s:
-            return
+    def look(self, workers: Sequence[Worker], now: float) -> Need:
+        """Looks at the load, when it is time to; answers what it needed at the last look."""
+        if self._need is not None and now < self._look_s:
+            return self._need
         self._look_s = now + self._rules.look_s
-        need = self.need(workers, now)
+        self._need = need = self.need(workers, now)
         self._prefill.take(need.prefill, now)
         self._decode.take(need.decode, now, least=need.memory / self._rules.fill)
         # whom decode lets go is only wanted if prompts press now, not if they did a while ago
-        self._most = max(self._count(in_line(workers)), math.ceil(need.prefill))
+        self._most = max(self._count(workers), math.ceil(need.prefill))
+        decoding = {worker.id for worker in self._sides(workers)[1]}
+        self._called = [worker for worker in self._called if worker in decoding]
         prefill, decode = self.split(workers)
         split = [worker.id for worker in prefill], [worker.id for worker in decode]
         if split != self._last:
             self._last = split
             self.version += 1
+        return need
 
-    def call_decode(self, workers: Sequence[Worker], now: float) -> None:
-        """No decode worker has room: one more is needed, at once, and not another one before the next look."""
+    def call_decode(self, workers: Sequence[Worker], now: float) -> bool:
+        """No decode worker has room: one more is needed, at once, the one with the fewest prompts to end first. Nobody
+        is called while somebody still has prompts to end, nor twice between two looks. Answers whether one was."""
         if self._called_s + self._rules.look_s > now:
-            return
+            return False
         self._called_s = now
-        line = in_line(workers)
-        self._decode.take(0.0, now, least=float(len(line) - self._count(line) + 1))
+        prefill, decode = self._sides(workers)
+        if any(worker.burden.behind_s > self._rules.queue_s for worker in decode):
+            return False
+        self._decode.raise_to(len(decode) + 1.0, now)
+        if self._count(workers) >= len(prefill):
+            return False
+        last = prefill[-1].hello.role  # who is not at home goes home before others leave theirs
+        called = min((worker for worker in reversed(prefill) if worker.hello.role == last and worker.does("decode")),
+                     key=lambda worker: worker.queue_s(now))
+        self._called.insert(0, called.id)
         self.version += 1
+        return True
 
     def split(self, workers: Sequence[Worker]) -> tuple[list[Worker], list[Worker]]:
         """Who may get new prompts and who new answers, of these workers; as was right at the last look."""
-        line = in_line(workers)
-        count = self._count(line)
-        prefill, decode = line[:count], line[count:]
+        prefill, decode = self._sides(workers)
         return ([worker for worker in prefill if not (worker.does("decode") and worker.batch())] or prefill,
                 [worker for worker in decode if worker.burden.behind_s <= self._rules.queue_s] or decode)
 
     def advice(self, workers: Sequence[Worker], now: float) -> Advice:
         """Whether the ratio fits, be the workers elastic or not; there are two or more. Looks when it is time to."""
-        self.look(workers, now)
-        line, need = in_line(workers), self.need(workers, now)
-        prefill = self._count(line)
-        decode = len(line) - prefill
+        need = self.look(workers, now)
+        prefill = self._count(workers)
+        decode = len(workers) - prefill
         wanted = self._prefill.workers, self._decode.workers
         is_wrong = ((wanted[0] > prefill and wanted[1] < decode) or (wanted[1] > decode and wanted[0] < prefill))
-        best = min(max(round(len(line) * wanted[0] / sum(wanted)), 1), len(line) - 1) if is_wrong else prefill
-        return Advice(need=need, prefill=prefill, decode=decode, best_prefill=best, best_decode=len(line) - best,
-                      is_wrong=is_wrong, is_short=need.prefill_rate / self._rules.full + wanted[1] > len(line))
+        best = min(max(round(len(workers) * wanted[0] / sum(wanted)), 1), len(workers) - 1) if is_wrong else prefill
+        return Advice(need=need, prefill=prefill, decode=decode, best_prefill=best, best_decode=len(workers) - best,
+                      is_wrong=is_wrong, is_short=need.prefill_rate / self._rules.full + wanted[1] > len(workers))
 
-    def _count(self, line: Sequence[Worker]) -> int:
-        """How many of the line prefill: at least one, and not all, where that can be."""
-        home = sum(worker.hello.role == "prefill" for worker in line)
-        least = sum(not worker.does("decode") for worker in line)
-        most = sum(worker.does("prefill") for worker in line)
-        wanted = min(max(home, min(self._prefill.workers, self._most)), len(line) - self._decode.workers)
-        return max(min(max(wanted, 1), most, len(line) - 1), least)
+    def _sides(self, workers: Sequence[Worker]) -> tuple[list[Worker], list[Worker]]:
+        """Who is to prefill and who to decode, whether or not it can begin."""
+        line, count = in_line(workers, self._called), self._count(workers)
+        return line[:count], line[count:]
+
+    def _count(self, workers: Sequence[Worker]) -> int:
+        """How many of them prefill: at least one, and not all, where that can be."""
+        home = sum(worker.hello.role == "prefill" for worker in workers)
+        least = sum(not worker.does("decode") for worker in workers)
+        most = sum(worker.does("prefill") for worker in workers)
+        wanted = min(max(home, min(self._prefill.workers, self._most)), len(workers) - self._decode.workers)
+        return max(min(max(wanted, 1), most, len(workers) - 1), least)
 
 
-def in_line(workers: Sequence[Worker]) -> list[Worker]:
+def in_line(workers: Sequence[Worker], called: Sequence[WorkerId] = ()) -> list[Worker]:
     """The order in which workers are taken for prefill: those that can do nothing else, then those at home there, then
-    those at home in decode, backwards, and last those that can do nothing but decode."""
+    those at home in decode, backwards, and last those that can do nothing but decode. Of those with the same home who
+    was ``called`` to decode comes last."""
+    places = {worker: place for place, worker in enumerate(called, 1)}
     line = sorted(workers, key=lambda worker: worker.id)
     prefill = [worker for worker in line if worker.hello.role == "prefill"]
     decode = [worker for worker in reversed(line) if worker.hello.role == "decode"]
-    return [*sorted(prefill, key=lambda worker: worker.hello.elastic),
-            *sorted(decode, key=lambda worker: not worker.hello.elastic)]
+    return [*sorted(prefill, key=lambda worker: (worker.hello.elastic, places.get(worker.id, 0))),
+            *sorted(decode, key=lambda worker: (not worker.hello.elastic, places.get(worker.id, 0)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
@@ -99,3 +100,16 @@ def test_errors_and_advice_are_shown_for_as_long_as_there_is_somebody_they_are_a
     export.advise(machine.told_advice(play.now))
     assert value("estimate_relative_error", worker="p1", model="prefill") is None
     assert value("advised_workers", model="toy", role="prefill") is None
+
+
+def test_what_several_cache_specs_of_a_model_need_is_added_up() -> None:
+    play, export = stage(hello("p1"), hello("d1", "decode")), _Export()
+    machine = play.machine
+    assert isinstance(machine, Conductor)
+    answer(play, ask("r", [], tokens=1000))
+    (one,) = machine.told_advice(play.now)
+    export.advise([one, msgspec.structs.replace(one, spec=OTHER_SPEC.digest, needed_prefill=2.5, best_decode=4)])
+    assert value("needed_workers", model="toy", role="prefill") == pytest.approx(one.needed_prefill + 2.5)
+    assert value("advised_workers", model="toy", role="decode") == 5.0
+    export.advise([])
+    assert value("needed_workers", model="toy", role="prefill") is None

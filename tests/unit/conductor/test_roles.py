@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any, Literal
@@ -11,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import Cluster, Job, Worker
 from services.conductor.core.machine import Conductor
 from services.conductor.core.policies.registry import make_policy
 from services.conductor.core.policy import Policy
 from services.conductor.core.roles import Roles, Rules, in_line
 from shared.ids import ConductorId, RequestId, WorkerId
-from shared.messages import Hello, Placement, Rejection
+from shared.messages import Hello, Placed, Placement, Rejection
 from tests.support.playbook import Playbook, after
 from tests.unit.conductor.builders import (
     SPEC,
@@ -25,6 +26,7 @@ from tests.unit.conductor.builders import (
     answer,
     ask,
     chain,
+    done,
     hello,
     load,
     progress,
@@ -95,8 +97,28 @@ class TestNeed:
         workers[0].answers.short_share = 0.5
         assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.12 / 1.96)
         for bound_s in (0.2, *[0.1] * 500):
-            roles.bounded(bound_s)
+            roles.bounded(bound_s, lone_s=0.03)
         assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.1 / 1.998, rel=1e-3)
+
+    def test_one_bound_that_nobody_can_keep_counts_for_a_lone_step_in_fifty(self) -> None:
+        workers, roles = fleet(1, 1), Roles(tbt_slo_s=None, now=0.0)
+        roles.bounded(1e-6, lone_s=0.03)
+        assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.65 / (1 / 0.03 / 50 + 0.98 / 0.12))
+        for _ in range(300):
+            roles.bounded(None, lone_s=0.03)
+        assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.65 * 0.12, rel=1e-3)
+
+    @given(usual_s=st.none() | st.floats(0.05, 10), lone_s=st.floats(0.03, 1), slos_s=st.lists(
+        st.none() | st.floats(1e-9, 1e9), max_size=200))
+    def test_the_mean_bound_is_one_of_theirs_or_between(
+            self, usual_s: float | None, lone_s: float, slos_s: list[float | None]) -> None:
+        workers, roles = fleet(1, 1), Roles(tbt_slo_s=usual_s, now=0.0)
+        for slo_s in slos_s:
+            roles.bounded(slo_s, lone_s=lone_s)
+        bounds_s = [usual_s or 0.12, *(max(slo_s, lone_s) for slo_s in slos_s if slo_s is not None)]
+        limit_s = roles.need(workers, 0.0).step_limit_s
+        assert max(0.65 * min(bounds_s) * 0.999, 0.033) <= limit_s * 1.001
+        assert limit_s <= max(0.65 * max(bounds_s), 0.033) * 1.001
 
 
 class TestLine:
@@ -130,6 +152,82 @@ class TestLine:
         can_decode = [worker for worker in workers if worker.does("decode")]
         if len(workers) > 1 and can_prefill and can_decode:
             assert prefill and decode
+
+
+def queue(worker: Worker, seconds: float) -> None:
+    """It has one prompt under way and so many seconds of them behind it."""
+    worker.prefilling.clear()
+    for i, work_s in enumerate((0.0, seconds)):
+        job = Job(RequestId(f"{worker.id}-{i}"), 0, worker.id, WorkerId("d0"), 1000, 10, 0, work_s, 0.0, work_s)
+        job.rank = float(i)
+        worker.prefilling[job.request] = job
+    worker.changed()
+
+
+class TestCalled:
+    def test_the_one_with_the_fewest_prompts_and_nobody_else_until_it_has_come(self) -> None:
+        workers, roles = fleet(8, 2), Roles(tbt_slo_s=None, now=0.0)
+        for i, worker in enumerate(workers[:8]):
+            queue(worker, 9.0 if i != 3 else 5.0)
+        roles.look(workers, 0.0)
+        assert roles.call_decode(workers, 0.5)
+        for second in range(1, 8):
+            roles.look(workers, float(second))
+            assert not roles.call_decode(workers, second + 0.5)
+            prefill, decode = roles.split(workers)
+            assert set(names(prefill)) == {f"p{i}" for i in range(8) if i != 3} and names(decode) == ["d1", "d0"]
+        queue(workers[3], 0.5)
+        assert names(roles.split(workers)[1]) == ["p3", "d1", "d0"]
+        assert roles.call_decode(workers, 8.5) and not roles.call_decode(workers, 8.6)
+
+    def test_it_counts_for_a_while_and_the_latest_goes_home_first(self) -> None:
+        workers, roles = fleet(4, 1), Roles(tbt_slo_s=None, now=0.0, rules=Rules(window_s=5.0))
+        for i, worker in enumerate(workers[:4]):
+            queue(worker, 0.1 * (4 - i) if i != 1 else 0.0)
+        roles.look(workers, 0.0)
+        assert roles.call_decode(workers, 0.0) and roles.call_decode(workers, 4.0)
+        assert [set(names(side)) for side in roles.split(workers)] == [{"p0", "p2"}, {"p1", "p3", "d0"}]
+        roles.look(workers, 7.0)  # the first call is over, not the second
+        assert [set(names(side)) for side in roles.split(workers)] == [{"p0", "p2"}, {"p1", "p3", "d0"}]
+        roles.look(workers, 10.0)
+        assert names(roles.split(workers)[0]) == ["p0", "p1", "p2", "p3"]
+
+    def test_a_call_leaves_the_mean_as_it_is(self) -> None:
+        workers, roles = fleet(2, 2), Roles(tbt_slo_s=0.2, now=0.0, rules=Rules(window_s=0.0))
+        for worker in workers[2:]:
+            decodes(worker, 8)
+        for second in range(100):
+            roles.look(workers, float(second))
+        mean = roles._decode._mean
+        assert roles.call_decode(workers, 99.5)
+        assert roles._decode._mean == mean
+
+    @settings(max_examples=60)
+    @given(homes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+           rates=st.lists(st.floats(0, 6), min_size=5, max_size=40),
+           chance=st.randoms(use_true_random=False))
+    def test_a_call_moves_one_and_only_when_all_have_come(
+            self, homes: tuple[int, int], rates: list[float], chance: random.Random) -> None:
+        workers, roles = fleet(*homes), Roles(tbt_slo_s=0.2, now=0.0, rules=Rules(rate_s=5.0, window_s=4.0))
+        for second, rate in enumerate(rates):
+            now = float(second)
+            for worker in workers:
+                queue(worker, chance.choice([0.0, 0.0, 0.5, 2.0]))
+            roles.asked(rate, now)
+            roles.look(workers, now)
+            before = [set(names(side)) for side in roles._sides(workers)]
+            least = min(worker.queue_s(now) for worker in workers if worker.id in before[0])
+            was_called = roles.call_decode(workers, now)
+            after = [set(names(side)) for side in roles._sides(workers)]
+            moved = before[0] - after[0]
+            assert len(moved) == was_called and after[1] - before[1] == moved and len(after[0]) >= 1
+            if was_called:
+                assert not any(worker.burden.behind_s > 1.0 for worker in workers if worker.id in before[1])
+                called = next(worker for worker in workers if worker.id in moved)
+                group = [worker for worker in workers if worker.hello.role == called.hello.role]
+                assert called.queue_s(now) == min(worker.queue_s(now) for worker in group if worker.id in before[0])
+                if homes[0] >= len(before[0]):
+                    assert called.queue_s(now) == least
 
 
 class TestToAndFro:
@@ -228,6 +326,65 @@ class TestMachine:
         assert isinstance(placed, Placement) and placed.decode == "p2"
         too_long = answer(play, ask("long", chain("prompt", 2000)))
         assert isinstance(too_long, Rejection) and too_long.code == "capacity"
+
+    def test_only_bounds_of_what_was_placed_count_and_replicas_learn_them(self) -> None:
+        plays = [stage(pair("p1", "prefill", max_running=64), pair("d1", "decode", max_running=64),
+                       machine=Conductor(ConductorId(name), Names(), Policy(), seed=1)) for name in ("c1", "c2")]
+        answer(plays[0], ask("first", chain("prompt", 4)))
+
+        def limit_s(play: Playbook) -> float:
+            return machine_of(play)._roles[SPEC.digest].need(
+                list(machine_of(play)._cluster.workers.values()), play.now).step_limit_s
+
+        before_s = limit_s(plays[0])
+        refused = answer(plays[0], ask("tiny", chain("prompt", 4), tbt_slo_s=1e-6))
+        assert isinstance(refused, Rejection) and limit_s(plays[0]) == before_s
+        for i in range(20):
+            plays[0] >> ask(f"r{i}", chain(f"prompt {i}", 4), tbt_slo_s=0.5)
+            reply, *published = plays[0].take()
+            assert isinstance(reply.message, Placement)
+            for effect in published:
+                assert effect.message.tbt_slo_s == 0.5
+                plays[1] >> effect.message
+        plays[1] >> Placed(placement=msgspec.structs.replace(reply.message, conductor=ConductorId("c3")), num_tokens=64,
+                           max_tokens=1, keys=b"", tbt_slo_s=math.nan)
+        assert limit_s(plays[0]) == pytest.approx(limit_s(plays[1]), rel=0.01) and limit_s(plays[0]) > before_s
+
+    def test_where_nobody_can_be_called_a_rejection_is_decided_once(self) -> None:
+        play = stage(pair("p1", "prefill"), pair("d1", "decode", capacity_blocks=100))
+        play >> load("d1", role="decode", running=1, free_blocks=2)
+        assert answer(play, ask("r", chain("prompt", 20))).code == "capacity"
+        pool = machine_of(play)._pools[SPEC.digest]
+        decisions: list[RequestId] = []
+        place = machine_of(play)._placer.place
+
+        def counted(question: Any, *rest: Any, **fields: Any) -> Any:
+            decisions.append(question.request)
+            return place(question, *rest, **fields)
+
+        machine_of(play)._placer.place = counted  # type: ignore[assignment]
+        for i in range(5):
+            assert answer(play, ask(f"r{i}", chain("prompt", 20))).code == "capacity"
+        assert len(decisions) == 5 and machine_of(play)._pools[SPEC.digest] is pool
+
+    def test_nobody_is_called_for_a_request_that_other_bounds_turn_away(self) -> None:
+        play = stage(pair("p1", "prefill"), pair("p2", "prefill"), pair("d1", "decode"))
+        late = answer(play, ask("r", chain("prompt", 20), ttft_slo_s=1e-6))
+        slow = answer(play, ask("s", chain("prompt", 20), tbt_slo_s=1e-6))
+        assert (late.code, slow.code) == ("ttft", "tbt")
+        assert [names(side) for side in machine_of(play)._roles[SPEC.digest].split(
+            list(machine_of(play)._cluster.workers.values()))] == [["p1", "p2"], ["d1"]]
+
+    def test_room_is_looked_for_as_the_decision_does(self) -> None:
+        """Answers to what begins like this are long: there is no room, though the tenant's usual answer has some."""
+        play = stage(pair("p1", "prefill"), pair("p2", "prefill"), pair("d1", "decode", capacity_blocks=100))
+        for i in range(40):
+            for prompt, tokens in (("long", 600), *[(f"other {i}", 2)] * 9):
+                answer(play, ask(f"{prompt}-{i}", chain(prompt, 4), max_tokens=1000))
+                play >> done(f"{prompt}-{i}", tokens)
+        play >> load("d1", role="decode", running=1, free_blocks=10)
+        placed = answer(play, ask("r", chain("long", 4), max_tokens=1000))
+        assert isinstance(placed, Placement) and placed.decode == "p2"
 
     def test_the_two_loads_of_a_worker_are_kept_apart(self) -> None:
         cluster = Cluster(Policy())
