@@ -263,7 +263,9 @@ class PrefillShell:
         reused_slots = [self._agent.pool.slot(key) for key in job.keys[:reused]]
         missing = self._spec.blocks_of(total) - reused - len(slots)
         if missing > 0:  # some stay with a writer that stopped half-way
+            self._worker.room.prompt_waits(job.operation)
             slots += await self._agent.wait_allocate(job.operation, missing, tenant=message.tenant)
+        self._worker.room.prompt_served(job.operation)
         job.stages, job.slots = stages, reused_slots + slots
         stream = job.stream = self._worker.transfer.stream(message.landing.endpoint, message.landing.grant)
         try:
@@ -308,7 +310,7 @@ class PrefillShell:
                 slots = self._agent.allocate(
                     job.operation, self._spec.blocks_of(len(job.tokens)) - cached, tenant=job.message.tenant)
                 if slots is not None:
-                    self._worker.room.prompt_served(job.operation)
+                    self._worker.room.prompt_fits(job.operation)
                     return cached, slots
                 self._worker.room.prompt_waits(job.operation)
                 await released.wait()

@@ -2,9 +2,12 @@
 
 Pure. Theory of operation. An answer holds its slots from its reservation on, while its prompt is computed *elsewhere*;
 a prompt that was taken waits *here* for its slots. Two workers, each full of reservations, would so wait for each
-other's prompts for ever. Everything else ends by itself: prompts that have their slots, answers that run. Therefore
+other's prompts for ever. Everything else ends by itself: prompts that have their slots, answers that run. A prompt that
+has its slots can lose some while owners push into them, to a writer that stops half-way and keeps them for a while: it
+waits once more, then. Therefore
 
-* prompts that were taken fit, each for itself, beside all that is reserved; while one waits nothing more is reserved;
+* prompts that were taken fit, each for itself, beside all that is reserved, until they can lose nothing any more; while
+  one waits nothing more is reserved;
 * while an answer that lost its slots waits for new ones, neither is taken.
 
 What was taken before that is finite, so whoever waits gets its slots.
@@ -26,7 +29,7 @@ class Room:
         #: {answer whose prompt is computed elsewhere: blocks it holds}
         self._reserved: dict[OperationId, int] = {}
         self._reserved_blocks = 0
-        #: {prompt that has no slots yet: blocks it needs}
+        #: {prompt that has no slots yet, or may lose some: blocks it needs}
         self._prompts: dict[OperationId, int] = {}
         #: those of them for which there was no room
         self._waiting: set[OperationId] = set()
@@ -65,8 +68,12 @@ class Room:
         if operation in self._prompts:
             self._waiting.add(operation)
 
+    def prompt_fits(self, operation: OperationId) -> None:
+        """It has its slots and may lose some, to wait again. Idempotent."""
+        self._waiting.discard(operation)
+
     def prompt_served(self, operation: OperationId) -> None:
-        """It has its slots, or is gone. Idempotent."""
+        """It has its slots for good, or is gone. Idempotent."""
         self._prompts.pop(operation, None)
         self._waiting.discard(operation)
 

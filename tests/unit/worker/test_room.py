@@ -21,6 +21,8 @@ class Request:
     prompt: int
     answer: int
     """Blocks of the prompt, and of prompt and answer."""
+    lost: int = 0
+    """Slots that its prompt loses to a writer while owners push."""
     held: int = 0
     """Blocks it holds where it decodes."""
 
@@ -34,6 +36,10 @@ class Node:
     #: prompts without slots, and with
     queue: list[Request] = field(default_factory=list)
     computing: list[Request] = field(default_factory=list)
+    #: prompts whose owners push; prompts that have lost slots meanwhile; how many each writer keeps
+    bringing: list[Request] = field(default_factory=list)
+    short: list[Request] = field(default_factory=list)
+    stuck: list[int] = field(default_factory=list)
     #: answers whose prompts are computed elsewhere, that run, that have lost their slots
     reserved: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -70,8 +76,25 @@ class Node:
         elif self.queue:
             request = self.queue.pop(0)
             self.free -= request.prompt
-            self.room.prompt_served(request.name)
-            self.computing.append(request)
+            self.room.prompt_fits(request.name)
+            self.bringing.append(request)
+            if request.lost:
+                self.stuck.append(request.lost)
+            return True
+        for request in [request for request in self.short if request.lost <= self.free]:
+            self.short.remove(request)
+            self._serve(request, request.lost)
+            return True
+        if self.stuck:
+            self.free += self.stuck.pop()
+            return True
+        if self.bringing:
+            request = self.bringing.pop(0)
+            if request.lost > self.free:
+                self.room.prompt_waits(request.name)
+                self.short.append(request)
+            else:
+                self._serve(request, request.lost)
             return True
         if self.computing:
             request = self.computing.pop(0)
@@ -105,24 +128,30 @@ class Node:
             return True
         return False
 
+    def _serve(self, request: Request, missing: int) -> None:
+        self.free -= missing
+        self.room.prompt_served(request.name)
+        self.computing.append(request)
+
     @property
     def is_idle(self) -> bool:
-        return self.free == TOTAL and not (self.queue or self.reserved or self.evicted)
+        return self.free == TOTAL and not (self.queue or self.short or self.reserved or self.evicted)
 
 
 ASKS = st.lists(st.tuples(
-    st.integers(0, 2), st.integers(1, 2), st.integers(1, TOTAL), st.integers(0, TOTAL), st.integers(0, 3),
-    st.integers(0, 4)), max_size=40)
+    st.integers(0, 2), st.integers(1, 2), st.integers(1, TOTAL), st.integers(0, TOTAL), st.integers(0, TOTAL),
+    st.integers(0, 3), st.integers(0, 4)), max_size=40)
 
 
 @given(ASKS)
-def test_whoever_was_taken_ends(asks: list[tuple[int, int, int, int, int, int]]) -> None:
-    """Requests are reserved, and their prompts taken when others may have come between."""
+def test_whoever_was_taken_ends(asks: list[tuple[int, int, int, int, int, int, int]]) -> None:
+    """Requests are reserved, and their prompts taken when others may have come between; prompts lose slots."""
     nodes = [Node() for _ in range(3)]
     under_way: list[tuple[int, Request, Node, Node]] = []
-    for number, (home, apart, prompt, more, later, steps) in enumerate([*asks, *([(0, 1, TOTAL + 1, 0, 0, 0)] * 4)]):
+    last = [(0, 1, TOTAL + 1, 0, 0, 0, 0)] * 4
+    for number, (home, apart, prompt, more, lost, later, steps) in enumerate([*asks, *last]):
         prefill, decode = nodes[home], nodes[(home + apart) % 3]
-        request = Request(OperationId(str(number)), prompt, min(prompt + more, TOTAL))
+        request = Request(OperationId(str(number)), prompt, min(prompt + more, TOTAL), min(lost, prompt))
         if decode.reserve(request):
             under_way.append((number + later, request, prefill, decode))
         for due in [entry for entry in under_way if entry[0] <= number]:
@@ -136,6 +165,15 @@ def test_whoever_was_taken_ends(asks: list[tuple[int, int, int, int, int, int]])
             break
     assert all(node.is_idle for node in nodes)
     assert all(node.room.reserved_blocks == 0 and not node.room.refuses_answer() for node in nodes)
+
+
+def test_what_a_prompt_may_lose_is_not_promised_to_an_answer() -> None:
+    """The slots come back before it misses them."""
+    node = Node()
+    assert node.take(Request(OperationId("prompt"), 6, 6, lost=3)) and node.step([])
+    assert node.step([]) and node.free == 5 and not node.stuck
+    assert not node.reserve(Request(OperationId("large"), 3, 3)) and node.reserve(Request(OperationId("small"), 2, 2))
+    assert node.step([]) and not node.short and node.free == 0
 
 
 def test_a_worker_of_one_kind_may_promise_more_than_it_has() -> None:
@@ -159,8 +197,10 @@ def test_a_refusal_says_the_numbers() -> None:
     assert room.refuses_prompt(5) == room.refuses_answer() == "an answer waits for memory"
     room.prompt_waits(OperationId("prompt"))
     assert room.refuses_answer() == "1 prompts wait for memory"
-    room.prompt_served(OperationId("prompt"))
     room.answers_wait = lambda: False
+    room.prompt_fits(OperationId("prompt"))
+    assert (room.refuses_answer(1), room.refuses_answer(2)) == ("", "a prompt was taken that needs 4 of 8 blocks")
+    room.prompt_served(OperationId("prompt"))
     assert room.refuses_answer(5) == ""
     with pytest.raises(Bug):
         room.reserved(OperationId("answer"), 3)
