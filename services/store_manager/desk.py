@@ -112,7 +112,7 @@ class Desk:
         if not 0 < ask.timeout_s < float("inf"):
             return Failure(message=f"a timeout of {ask.timeout_s:g} s is none; give one above 0")
         wanted = Drain(worker=WorkerId(ask.worker), incarnation=incarnation, ordered_at_s=self._clock.wall(),
-                       timeout_s=ask.timeout_s)
+                       timeout_s=ask.timeout_s, force=ask.force)
 
         def ordered(orders: Orders) -> Orders | None:
             known = orders.drain_of(ask.worker)

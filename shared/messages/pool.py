@@ -62,9 +62,11 @@ class Protected(Message, frozen=True):
 
 
 class Retire(Message, frozen=True):
-    """Your hot blocks are copied elsewhere: take nothing new, drop what you hold."""
+    """Your hot blocks are copied elsewhere: take nothing new, and drop what you hold if ``drop`` says so."""
 
     why: str = "drain"
+    drop: bool = True
+    """False: some of it is nowhere else, so serve on what you hold until somebody ends you."""
 
 
 class Retired(Message, frozen=True):

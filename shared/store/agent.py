@@ -100,7 +100,9 @@ class StoreAgent:
         self.ssd = ssd
         self._ssd_settings = ssd_settings or SsdSettings()
         self.is_retired = False
-        """It takes nothing new and drops what nobody uses."""
+        """It takes nothing new."""
+        self._drops = False
+        """It is retired and drops what nobody uses."""
         self._budgets: Mapping[str, int] = {}
         """{tenant: bytes of all tiers}; who is not here has no limit"""
         self._log = EventLog(worker, incarnation, spec.digest, self.blocks)
@@ -226,7 +228,7 @@ class StoreAgent:
     def settle(self) -> None:
         """Blocks may be evictable that were not: lets whoever waits for room try again, and keeps to the budgets."""
         self._tell_waiting()
-        if self.is_retired:
+        if self._drops:
             self._drop_all("drain")
         self._respect_budgets()
         self._cooled.set()
@@ -297,10 +299,11 @@ class StoreAgent:
         self._budgets = dict(budgets)
         self._respect_budgets()
 
-    def retire(self) -> int:
-        """Takes nothing new from now on and drops what nobody uses; how many blocks went."""
-        self.is_retired = True
-        return self._drop_all("drain")
+    def retire(self, *, drop: bool = True) -> int:
+        """Takes nothing new from now on and, unless some of it is nowhere else, drops what nobody uses; how many blocks
+        went."""
+        self.is_retired, self._drops = True, drop
+        return self._drop_all("drain") if drop else 0
 
     def trim(self, keys: Sequence[BlockKey], reason: str) -> int:
         """Drops the blocks from every tier, as far as nobody uses or continues them; how many are in no tier now."""
@@ -441,7 +444,7 @@ class StoreAgent:
 
     def _until_idle_s(self) -> float | None:
         """Seconds until it is worth looking for blocks to copy although nothing happens; ``None`` for never."""
-        if not self._uncopied or not self._ssd_settings.idle_bytes_per_s or self.is_retired:
+        if not self._uncopied or not self._ssd_settings.idle_bytes_per_s or self._drops:
             return None
         now = self._clock.monotonic()
         oldest_s = next(iter(self._uncopied.values()))
@@ -497,7 +500,7 @@ class StoreAgent:
     def _to_demote(self, ssd: SsdTier, *, room: int, behind: float = 0.0,
                    before_s: float = math.inf) -> list[StoredBlock]:
         """See :func:`plan_demotion`; ``before_s`` leaves out what was stored later."""
-        if self.is_retired:
+        if self._drops:
             return []
         settings = self._ssd_settings
         looked, limit = self._look_blocks(), self._look_blocks() // 2

@@ -64,8 +64,8 @@ class Upkeep:
             case Protect():
                 return Protected(blocks=self._agent.protect(unpack_keys(ask.keys), ask.ttl_s))
             case Retire():
-                blocks = self._agent.retire()
-                log.info("action=retired blocks=%d why=%s", blocks, ask.why)
+                blocks = self._agent.retire(drop=ask.drop)
+                log.info("action=retired dropped=%d why=%s", blocks, ask.why)
                 return Retired(blocks=blocks)
 
     async def _replicate(self, ask: Replicate) -> Replicated:

@@ -240,9 +240,9 @@ class Cluster:
 
     # Orders.
 
-    def drain(self, worker: Worker, *, timeout_s: float = 60.0) -> None:
+    def drain(self, worker: Worker, *, timeout_s: float = 60.0, force: bool = False) -> None:
         self.orders = with_drain(self.orders, Drain(worker=worker.id, incarnation=worker.incarnation,
-                                                    ordered_at_s=self.now, timeout_s=timeout_s))
+                                                    ordered_at_s=self.now, timeout_s=timeout_s, force=force))
 
     def drained(self, worker: Worker) -> Drain:
         drain = self.orders.drain_of(worker.name)
@@ -307,6 +307,8 @@ class Cluster:
                 return Protected(blocks=sum(key in worker.held for key in unpack_keys(message.keys))), []
             case Retire():
                 worker.draining = True
+                if not message.drop:
+                    return Retired(blocks=0), []
                 blocks = len(worker.held)
                 return Retired(blocks=blocks), worker.evict(list(worker.held), self.now, "drain")
         return Failure(message=f"what is {message!r}?"), []

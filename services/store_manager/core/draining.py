@@ -101,7 +101,10 @@ class Draining:
         if self.unseen:
             reasons["the map of who holds what has no room, see MOONBUS_STORE_MANAGER_MAP_BLOCKS"] += self.unseen
         if not why and reasons:
-            why = "; ".join(f"{count} stay behind: {reason}" for reason, count in sorted(reasons.items()))
+            fate = "are dropped" if self.order.force else "stay behind"
+            why = "; ".join(f"{count} {fate}: {reason}" for reason, count in sorted(reasons.items()))
+            if now == "done" and not self.order.force:
+                why += "; the worker serves them until it is ended"
         return msgspec.structs.replace(
             self.order, state=now, blocks=self.blocks, copied=self.copied, left=reasons.total(),
             nbytes=self.nbytes, why=why)

@@ -245,7 +245,8 @@ class Drains:
         if not self._asker.can_ask("retire", worker) or now < draining.retire_not_before_s:
             return
         draining.retire_asked = True
-        self._asker.ask("retire", worker, Retire(), self._picture.map.blocks_of(worker), out)
+        retire = Retire(drop=draining.order.force or not draining.report().left)
+        self._asker.ask("retire", worker, retire, self._picture.map.blocks_of(worker), out)
 
 
 def _name(drain: Drain) -> _Name:

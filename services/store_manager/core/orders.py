@@ -35,6 +35,8 @@ class Drain(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     state: DrainState = "waiting"
     cancel: bool = False
     """Somebody wants it stopped."""
+    force: bool = False
+    """What no other worker can have is dropped; the worker serves it on otherwise."""
     blocks: int = 0
     """Blocks that had no other copy."""
     copied: int = 0

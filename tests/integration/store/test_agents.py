@@ -541,6 +541,21 @@ async def test_what_went_from_the_disk_for_a_quota_stays_away(
         assert one.held == {(block.key, Tier.SSD) for block in modest}, "also before anybody told it of quotas"
 
 
+async def test_retired_with_the_last_copies_it_serves_on(
+        nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
+    a = make_chain("a", 4)
+    async with open_holder(nats_url, "w1", ssd=ssd(tmp_path)) as one, open_holder(nats_url, "w2") as two:
+        one.put(a)
+        assert await ask(one, Retire(drop=False)) == Retired(blocks=0)
+        one.agent.settle()
+        reply = await ask(one, Replicate(operation=OperationId("copy"), source=two.id, blocks=make_chain("b", 2),
+                                         deadline_s=5.0))
+        assert (reply.blocks, reply.why) == (0, "draining")
+        assert (await two.fetch(one.id, a)).blocks == 4
+        await eventually(lambda: on_ssd(one, a) == 4, "they survive its end")
+        assert await ask(one, Retire()) == Retired(blocks=4) and one.held == set()
+
+
 async def test_retired_it_drops_what_nobody_uses_and_the_rest_when_it_ends(
         nats_url: str, tmp_path: Path, eventually: Eventually) -> None:
     a, b = make_chain("a", 4), make_chain("b", 3)

@@ -380,7 +380,7 @@ def test_a_drain_without_room_takes_the_hot_ones_and_says_what_stays() -> None:
     cluster.drain(a)
     cluster.until(lambda: cluster.drained(a).state == "done")
     drain = cluster.drained(a)
-    assert cluster.holders(hot[-1]) == ["b"]
+    assert cluster.holders(hot[-1]) == ["a", "b"], "the worker lets go of nothing while some of it is nowhere else"
     assert (drain.copied, drain.left) == (10, 10) and "no other worker has empty room" in drain.why
 
 
@@ -390,8 +390,19 @@ def test_the_only_worker_can_be_drained() -> None:
     cluster.store(a, chain("x", 3))
     cluster.drain(a)
     cluster.until(lambda: cluster.drained(a).state == "done")
+    assert cluster.drained(a).left == 3 and len(a.held) == 3, "the last copies are served on"
+    assert cluster.drained(a).why == ("3 stay behind: no other worker could have them; "
+                                      "the worker serves them until it is ended")
+
+
+def test_a_forced_drain_drops_the_last_copies_and_says_so() -> None:
+    a = Worker("a")
+    cluster = cluster_of(a)
+    cluster.store(a, chain("x", 3))
+    cluster.drain(a, force=True)
+    cluster.until(lambda: cluster.drained(a).state == "done")
     assert cluster.drained(a).left == 3 and not a.held
-    assert cluster.drained(a).why == "3 stay behind: no other worker could have them"
+    assert cluster.drained(a).why == "3 are dropped: no other worker could have them"
 
 
 def test_a_drain_beside_workers_that_drain_says_so() -> None:
@@ -402,7 +413,7 @@ def test_a_drain_beside_workers_that_drain_says_so() -> None:
     cluster.until(lambda: cluster.drained(b).state == "done")
     cluster.drain(a)
     cluster.until(lambda: cluster.drained(a).state == "done")
-    assert cluster.drained(a).why == "3 stay behind: the other workers that could have them are draining"
+    assert cluster.drained(a).why.startswith("3 stay behind: the other workers that could have them are draining;")
 
 
 def test_drains_end_with_a_reason() -> None:
