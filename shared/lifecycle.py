@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +32,9 @@ from shared.telemetry import logs, tracing
 _log = logging.getLogger(__name__)
 
 FORCED_EXIT = 130
-"""Exit code after a second signal."""
+"""Exit code after a second signal, and of a process that does not end by itself."""
+END_S = 10.0
+"""A process that was told to stop and is still there so long after ``drain_s`` leaves without tidying up."""
 ADMIN_CLOSE_S = 1.0
 """Longest time that open admin requests may hold up the end."""
 
@@ -71,8 +75,10 @@ def run(service: str, instance: str, settings: CommonSettings, body: Callable[[L
     """Runs ``body`` until it returns, and returns the process's exit code.
 
     0 when the body returned, also when the drain had to be cut at ``settings.drain_s``; 1 when it failed: a
-    ``UserError`` as one line on stderr, anything else with its stack trace in the log.
+    ``UserError`` as one line on stderr, anything else with its stack trace in the log. What has not ended ``END_S``
+    after that is left where it stands, with the code ``FORCED_EXIT``.
     """
+    last_resort = _LastResort(service)
     try:
         logs.setup(service, instance, settings.log_level)
         provider = tracing.setup(service, instance, settings)
@@ -80,7 +86,7 @@ def run(service: str, instance: str, settings: CommonSettings, body: Callable[[L
         return _explain(service, error)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_live(service, instance, settings, body))
+            runner.run(_live(service, instance, settings, body, last_resort))
     except Exception as error:
         known = user_errors(error)
         if known:
@@ -89,7 +95,33 @@ def run(service: str, instance: str, settings: CommonSettings, body: Callable[[L
         return 1
     finally:
         tracing.shut(provider)
+        last_resort.cancel()
     return 0
+
+
+class _LastResort:
+    """Ends the process, from a thread of its own, when everything else that should has failed to."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._timer: threading.Timer | None = None
+
+    def arm(self, after_s: float) -> None:
+        """Unless :meth:`cancel` comes first."""
+        self._timer = threading.Timer(after_s, self._leave, [after_s])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """It ended by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _leave(self, after_s: float) -> None:
+        sys.stderr.write(f"{self._service}: has not ended {after_s:g} s after it was told to; leaving it at this:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(FORCED_EXIT)
 
 
 def user_errors(error: BaseException) -> list[UserError]:
@@ -111,6 +143,7 @@ def _explain(service: str, *errors: UserError) -> int:
 
 async def _live(
     service: str, instance: str, settings: CommonSettings, body: Callable[[Lifecycle], Awaitable[None]],
+    last_resort: _LastResort,
 ) -> None:
     listening = bind(settings.admin_host, settings.admin_port, what="admin port", setting="MOONBUS_ADMIN_PORT")
     host, port = listening.getsockname()[:2]
@@ -119,7 +152,7 @@ async def _live(
     with _signals(lifecycle):
         serving = asyncio.create_task(admin.serve([listening]), name="admin http")
         try:
-            await _drive(lifecycle, settings, body)
+            await _drive(lifecycle, settings, body, last_resort)
         finally:
             lifecycle.stopping.set()
             admin.should_exit = True
@@ -132,6 +165,7 @@ async def _live(
 
 async def _drive(
     lifecycle: Lifecycle, settings: CommonSettings, body: Callable[[Lifecycle], Awaitable[None]],
+    last_resort: _LastResort,
 ) -> None:
     async def drive_body() -> None:
         await body(lifecycle)
@@ -140,6 +174,7 @@ async def _drive(
     stopping = asyncio.create_task(lifecycle.stopping.wait(), name="wait for stop")
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        last_resort.arm(settings.drain_s + END_S)
         if not working.done() and lifecycle.was_ready:
             await asyncio.wait({working}, timeout=settings.drain_s)
             if not working.done():

@@ -122,6 +122,15 @@ async def test_a_drain_that_takes_too_long_is_cut() -> None:
     assert "drain_cut after_s=0.1" in said
 
 
+async def test_what_does_not_end_is_left_where_it_stands() -> None:
+    async with life("deaf", drain_s=0.1) as service:
+        await service.ready_line()
+        service.process.send_signal(signal.SIGTERM)
+        code, said = await service.ended()
+    assert code == 130
+    assert "tester: has not ended 0.6 s after it was told to" in said and "most recent call first" in said
+
+
 async def test_a_body_that_returns_ends_the_process() -> None:
     async with life("end") as service:
         assert (await service.ended())[0] == 0

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from opentelemetry import trace
 
+import shared.lifecycle
 from shared.errors import Unavailable
 from shared.lifecycle import Lifecycle, run
 from shared.settings import CommonSettings
@@ -48,8 +50,17 @@ async def hang(lifecycle: Lifecycle) -> None:
     await asyncio.Event().wait()
 
 
+async def deaf(lifecycle: Lifecycle) -> None:
+    """Loses every cancellation."""
+    shared.lifecycle.END_S = 0.5
+    lifecycle.ready()
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
 BODIES: dict[str, Callable[[Lifecycle], Awaitable[None]]] = {
-    body.__name__: body for body in (serve, never_ready, end, lack, lack_in_group, crash, hang)
+    body.__name__: body for body in (serve, never_ready, end, lack, lack_in_group, crash, hang, deaf)
 }
 
 if __name__ == "__main__":
