@@ -26,6 +26,7 @@ from load.sim.request import Job
 from services.conductor.core.machine import Conductor, Started
 from services.conductor.core.policies.registry import OURS, make_policy
 from services.conductor.core.policy import Policy
+from shared import backoff
 from shared.errors import UserError
 from shared.ids import ConductorId, GatewayId, HostId, Incarnation, WorkerId
 from shared.messages import (
@@ -45,6 +46,8 @@ from shared.order import Order
 from shared.store import policies
 
 _MOST_ATTEMPTS = 3
+_WAIT_LONGER_S = 1.0
+"""What a wait for room is at most longer than predicted."""
 _NOTICE_S = 3.0
 """Time until a gateway knows that a worker with one of its requests is gone."""
 _PUSH_PATIENCE_S = 30.0
@@ -112,7 +115,7 @@ class Cluster:
         self._spec = options.profile.spec(options.block_tokens)
         self._digest = self._spec.digest
         self._network = Network(loop, latency_s=options.profile.transfer_fixed_s)
-        self._rng = random.Random(options.seed)
+        self._rng, self._chance = random.Random(options.seed), random.Random(options.seed)
         self.loss = 0.0
         """Share of what conductors should hear from workers that gets lost."""
         self.ports: dict[str, Port] = {}
@@ -279,18 +282,20 @@ class Cluster:
             keys=b"".join(job.keys), max_tokens=max(job.output_tokens, 1), attempt=job.attempt,
             exclude=[WorkerId(name) for name in job.excluded],
             ttft_slo_s=self._ttft_left_s(job) if self.options.asks_slo else None,
-            tbt_slo_s=objective.tbt_s if self.options.asks_slo else None)
+            tbt_slo_s=objective.tbt_s if self.options.asks_slo else None, waited_s=self.loop.now - job.to_place_s)
         driver = self.drivers[self._asked % len(self.drivers)]
         self._asked += 1
         self.loop.after(self._delay_s, driver.ask, ask, lambda answer: self._placed(job, answer))
 
     def _ttft_left_s(self, job: Job) -> float:
         bound_s = self.outcomes.objective.ttft_bound_s(job.num_tokens, self._profile)
-        return bound_s if job.attempt else max(bound_s - (self.loop.now - job.at_s), 0.001)
+        return max(bound_s - (self.loop.now - job.to_place_s), 0.001)
 
     def _placed(self, job: Job, answer: Placement | Rejection) -> None:
         if isinstance(answer, Rejection) and answer.wait_s > 0:
-            self.loop.after(answer.wait_s, self.place, job)
+            longer_s = backoff.delay_s(job.waits, limit_s=_WAIT_LONGER_S, chance=self._chance)
+            job.waits += 1
+            self.loop.after(min(answer.wait_s + longer_s, answer.spare_s), self.place, job)
             return
         if isinstance(answer, Rejection):
             self._over(job, "rejected", answer.code)
@@ -336,6 +341,7 @@ class Cluster:
             job.paused_s = self.loop.now - _NOTICE_S
         job.attempt += 1
         job.excluded.append(blamed)
+        job.to_place_s, job.waits = self.loop.now, 0
         job.renew()
         self.place(job)
 

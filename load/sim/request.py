@@ -17,7 +17,7 @@ class Job:
         "fetch_s", "fetched_bytes", "finish_step", "finished_s", "first_s", "flow", "gap_s", "generated", "hit_tokens",
         "index", "is_pushed", "join_step", "join_sums", "joined_s", "keys", "loading_s", "num_tokens", "operation",
         "output_tokens", "own_s", "paused_s", "placement", "predicted_ttft_s", "prefilled_s", "push_version", "rank",
-        "ready_s", "request", "since_s", "slots", "started_s", "worst_gap_s",
+        "ready_s", "request", "since_s", "slots", "started_s", "to_place_s", "waits", "worst_gap_s",
     )
 
     def __init__(self, index: int, at_s: float, *, num_tokens: int, output_tokens: int, keys: Sequence[BlockKey],
@@ -29,6 +29,10 @@ class Job:
         self.block_tokens = block_tokens
         self.request = RequestId(f"r{index}")
         self.attempt = 0
+        self.to_place_s = at_s
+        """When this attempt was to be placed first."""
+        self.waits = 0
+        """How often it was told to wait for room since."""
         self.excluded: list[str] = []
         self.first_s = self.finished_s = -1.0
         self.predicted_ttft_s = -1.0

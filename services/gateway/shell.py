@@ -44,7 +44,7 @@ from services.gateway.core.text import AnswerText
 from services.gateway.prompt import Prompt
 from services.gateway.roster import Roster
 from services.gateway.settings import Settings
-from shared.bus import backoff
+from shared import backoff
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.bus.subjects import CANCEL, DONE, JOB, PLACE, TOKENS, Address
 from shared.clock import Clock

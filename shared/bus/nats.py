@@ -1,6 +1,6 @@
 """The bus over NATS.
 
-The only module that knows nats-py: its errors become ours, its reconnecting follows :mod:`shared.bus.backoff` and
+The only module that knows nats-py: its errors become ours, its reconnecting follows :mod:`shared.backoff` and
 never ends, its buffers are bounded. After a reconnect the subscriptions are back, what was declared by ``ensure`` is
 declared again, and the ``on_reconnect`` callbacks run.
 """
@@ -22,7 +22,7 @@ from nats.js import api as js_api
 from nats.js import errors as js_errors
 from nats.js.kv import KeyValue
 
-from shared.bus import backoff
+from shared import backoff
 from shared.bus.bus import BusStatistics, Delivery, Durable, Record, Subscription
 from shared.bus.listen import Counters, Incoming, Listener, decode, decode_reply
 from shared.bus.streams import RECORDS, Consumer, Stream

@@ -46,6 +46,9 @@ class PlaceRequest(Message, frozen=True):
     tbt_slo_s: float | None = None
     head_start_s: float = 0.0
     """Where prompts queue, it counts as having come so much earlier; below 0: later."""
+    waited_s: float = 0.0
+    """How long this attempt has been held since it was to be placed first: taken off ``ttft_slo_s`` already, and to be
+    taken off any other bound on the first token."""
 
 
 class Source(Part, frozen=True):
@@ -137,6 +140,8 @@ class Rejection(Message, frozen=True):
     candidates: list[Candidate] = []
     wait_s: float = 0.0
     """Ask again after so many seconds: there is room by then as predicted, and the request still in time. 0: do not."""
+    spare_s: float = 0.0
+    """Where ``wait_s`` is set: it may wait so long at most and would still be in time."""
 
 
 class Placed(Message, frozen=True):

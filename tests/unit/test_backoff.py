@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.backoff import delay_s
+from shared.backoff import delay_s
 
 
 @given(st.integers(min_value=0, max_value=10_000), st.integers())

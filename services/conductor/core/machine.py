@@ -330,7 +330,7 @@ class Conductor:
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[], decode_candidates=[]),
                         num_tokens=ask.num_tokens, max_tokens=ask.max_tokens, keys=ask.keys,
-                        ttft_slo_s=ask.ttft_slo_s or self._policy.ttft_slo_s, tenant=ask.tenant,
+                        ttft_slo_s=self._policy.ttft_left_s(ask), tenant=ask.tenant,
                         head_start_s=ask.head_start_s, tbt_slo_s=ask.tbt_slo_s or self._policy.tbt_slo_s)
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
@@ -587,6 +587,8 @@ def _wrong(ask: PlaceRequest) -> str:
         return f"{ask.num_tokens} prompt tokens and at most {ask.max_tokens} new ones"
     if not math.isfinite(ask.head_start_s):
         return f"a head start of {ask.head_start_s} seconds"
+    if not 0 <= ask.waited_s < math.inf:
+        return f"a wait of {ask.waited_s} seconds"
     slos_s = [slo_s for slo_s in (ask.ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
     return "" if all(math.isfinite(slo_s) and slo_s > 0 for slo_s in slos_s) else f"service levels of {slos_s} seconds"
 

@@ -262,7 +262,7 @@ class Placer:
             return reasons.queues_full(float(options.queue_s.min()), self._policy.max_queue_s,
                                        self._candidates(options))
         self._pull(ask, cluster, options, now)
-        ttft_slo_s = _slo(ask.ttft_slo_s, self._policy.ttft_slo_s)
+        ttft_slo_s = self._policy.ttft_left_s(ask)
         in_time = None if ttft_slo_s is None else options.in_time(ttft_slo_s)
         candidates = self._candidates(options)
         prefill = self._draw(options, in_time)
@@ -272,7 +272,7 @@ class Placer:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates, spare_s=spare_s)
         if ttft_slo_s is not None and spare_s < 0:
             return reasons.ttft(prefill.ttft_s, prefill.queue_s, ttft_slo_s, candidates)
-        tbt_slo_s = _slo(ask.tbt_slo_s, self._policy.tbt_slo_s)
+        tbt_slo_s = ask.tbt_slo_s or self._policy.tbt_slo_s
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
             return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates, spare_s=spare_s)
         reach = options.reach
@@ -567,7 +567,3 @@ def _leading(board: PrefillBoard, blocks: Mapping[WorkerId, int]) -> Column:
 def _price_s(transfer_s: float, queue_s: float) -> float:
     """What a transfer counts for: it is waited for when it outlasts the queue, and takes a link in any case."""
     return max(transfer_s - queue_s, _BESIDE * transfer_s)
-
-
-def _slo(asked_s: float | None, default_s: float | None) -> float | None:
-    return asked_s if asked_s is not None and asked_s > 0 else default_s

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.messages import PlaceRequest
 from shared.order import ORDER, Order
+
+_LEAST_S = 0.001
+"""Instead of a bound that has passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +60,10 @@ class Policy:
     """After the start: time for workers to answer the rollcall."""
     converge_within_s: float = 3.0
     """After the start: time after which the conductor serves with what it has."""
+
+    def ttft_left_s(self, ask: PlaceRequest) -> float | None:
+        """Within how many seconds from now ``ask`` must have its first token: what it says itself, or what is left of
+        ``ttft_slo_s``; ``None`` for no limit."""
+        if ask.ttft_slo_s:
+            return ask.ttft_slo_s
+        return None if self.ttft_slo_s is None else max(self.ttft_slo_s - ask.waited_s, _LEAST_S)

@@ -71,5 +71,7 @@ class Reasons:
     def _rejection(self, code: RejectionCode, message: str, retry_after_s: float,
                    candidates: list[Candidate], *, spare_s: float = 0.0) -> Rejection:
         retry_after_s = min(max(retry_after_s, _SHORTEST_S), _LONGEST_S)
+        waits = retry_after_s <= spare_s
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
-                         retry_after_s=retry_after_s, wait_s=retry_after_s if retry_after_s <= spare_s else 0.0)
+                         retry_after_s=retry_after_s, wait_s=retry_after_s if waits else 0.0,
+                         spare_s=spare_s if waits else 0.0)

@@ -225,7 +225,8 @@ class RequestMachine:
     """Decides the steps of one request."""
 
     def __init__(self, job: Job, limits: Limits, *, retry_delay_s: Callable[[int], float]) -> None:
-        """``retry_delay_s`` gives the pause before asking the conductors for the n-th time again (n from 0)."""
+        """``retry_delay_s`` gives the pause before asking the conductors for the n-th time again (n from 0), which is
+        also what the n-th wait for room is longer than predicted."""
         self.job, self.limits = job, limits
         self._retry_delay_s = retry_delay_s
         self.state: State = "new"
@@ -243,9 +244,13 @@ class RequestMachine:
         self._excluded: list[WorkerId] = list(job.exclude)
         self._contention: Problem | None = None
         """What a worker said that was full, for when nobody else is left."""
-        self._began_s = self._deadline_s = 0.0
+        self._deadline_s = 0.0
+        self._attempt_s = 0.0
+        """When the present attempt was to be placed first."""
         self._place_until_s = 0.0
         self._place_tries = 0
+        self._waits = 0
+        """How often this attempt was told to wait for room."""
         self._ask_again_s: float | None = None
         self._gap_since_s: float | None = None
         self._look_at_s: float | None = None
@@ -269,7 +274,7 @@ class RequestMachine:
             case TokenChunk():
                 return self._chunk(event, now)
             case Started():
-                self._began_s, self._deadline_s = now, now + self.limits.deadline_s
+                self._deadline_s = now + self.limits.deadline_s
                 return self._place(now)
             case Answered(tag=Tag(step="look") as tag) | Unanswered(tag=Tag(step="look") as tag):
                 return self._looked(event, now) if tag.attempt == self.attempt and tag.number == self._look else []
@@ -335,8 +340,9 @@ class RequestMachine:
     def _place(self, now: float) -> list[Effect]:
         self.state = "placing"
         self.placement, self.stages = None, None
+        self._attempt_s = now
         self._place_until_s = now + self.limits.place_timeout_s
-        self._place_tries = 0
+        self._place_tries = self._waits = 0
         return self._ask_conductor(now)
 
     def _ask_conductor(self, now: float) -> list[Effect]:
@@ -346,16 +352,15 @@ class RequestMachine:
         message = PlaceRequest(
             request=job.request, model=job.model, spec=job.spec, tenant=job.tenant, num_tokens=job.num_tokens,
             keys=job.keys, max_tokens=job.sampling.max_tokens, attempt=self.attempt, exclude=list(self._excluded),
-            ttft_slo_s=self._ttft_left_s(now), tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s)
+            ttft_slo_s=self._ttft_left_s(now), tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s,
+            waited_s=now - self._attempt_s)
         timeout_s = max(0.05, min(self.limits.place_try_s, self._place_until_s - now, self._deadline_s - now))
         return [AskConductor(message, self._tag("place"), timeout_s)]
 
     def _ttft_left_s(self, now: float) -> float | None:
         """What is left of the bound on the first token; another attempt has as long as the first one had."""
         slo_s = self.job.ttft_slo_s
-        if slo_s is None or self.attempt:
-            return slo_s
-        return max(slo_s - (now - self._began_s), 0.001)
+        return None if slo_s is None else max(slo_s - (now - self._attempt_s), 0.001)
 
     def _answered(self, message: object, now: float) -> list[Effect]:
         match self.state, message:
@@ -397,9 +402,12 @@ class RequestMachine:
         return told + self._again(worker, "worker_lost" if gone else "worker_silent", f"{worker}: {why}", now)
 
     def _rejected(self, rejection: Rejection, now: float) -> list[Effect]:
-        again_s = now + rejection.wait_s
+        # Room that was promised and not found so often is longer in coming; and nobody comes with all the others.
+        wait_s = min(rejection.wait_s + self._retry_delay_s(self._waits), max(rejection.spare_s, rejection.wait_s))
+        again_s = now + wait_s
         if rejection.wait_s > 0 and again_s < self._deadline_s:
-            self._note(f"waits {rejection.wait_s:.2f} s for room: {rejection.message}")
+            self._waits += 1
+            self._note(f"waits {wait_s:.2f} s for room: {rejection.message}")
             self._ask_again_s, self._place_until_s = again_s, again_s + self.limits.place_timeout_s
             self._place_tries = 0
             del self.decisions[-1]  # what counts is how the wait ends

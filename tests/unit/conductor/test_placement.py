@@ -226,9 +226,19 @@ class TestRejections:
         waits = rejected(play, ttft_slo_s=5.0)
         assert place.decode == "d1" and waits.code == "capacity"
         assert waits.wait_s == waits.retry_after_s == pytest.approx(20 * step_s)
+        assert waits.spare_s == pytest.approx(5.0 - 1.01)
         assert rejected(play, ttft_slo_s=1.5).wait_s == 0.0, "1.01 s of computing and 0.62 s are too much"
         assert rejected(play).wait_s == 0.0, "without a bound it is told at once"
         assert rejected(play, tokens=2000, ttft_slo_s=50.0).wait_s == 0.0, "there never is as much room"
+
+    def test_what_was_waited_is_taken_off_the_bound_of_the_settings(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode", capacity_blocks=30), ttft_slo_s=5.0)
+        answer(play, ask("before", [], tokens=1000, max_tokens=20))
+        play >> progress("before", "p1", "prefilled") >> load("d1", role="decode", free_blocks=10, running=1)
+        assert rejected(play, waited_s=1.0).spare_s == pytest.approx(4.0 - 1.01)
+        assert rejected(play, waited_s=1.0, ttft_slo_s=5.0).spare_s == pytest.approx(5.0 - 1.01), "what is left"
+        assert rejected(play, waited_s=4.0).wait_s == 0.0
+        assert "a wait of nan seconds" in rejected(play, waited_s=float("nan")).message
 
     def test_no_place_in_the_batch_soon_enough(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode", max_running=1), max_queue_s=2.0)

@@ -203,6 +203,34 @@ def test_who_can_wait_for_room_and_be_in_time_waits() -> None:
     assert isinstance(made, RequestMachine) and len(made.decisions) == 1
 
 
+@pytest.mark.parametrize("slo_s", [5.0, None])
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_no_attempt_waits_longer_than_the_bound(slo_s: float | None, attempts: int) -> None:
+    """It has no bound of its own: the conductor's, 5 s, less what it has waited."""
+    made, now, asked = machine(ttft_slo_s=slo_s), 0.0, 0
+    effects = made.handle(Started(), now=now)
+    while made.state != "done":
+        for question in [effect for effect in effects if isinstance(effect, AskConductor)]:
+            asked += 1
+            ask = question.message
+            if made.attempt < attempts:
+                made.handle(Answered(question.tag, placement(attempt=made.attempt)), now=now)
+                effects = made.handle(Answered(Tag("reserve", made.attempt, 2), refused("capacity")), now=now)
+                break
+            spare_s = (5.0 - ask.waited_s if ask.ttft_slo_s is None else ask.ttft_slo_s) - 0.1
+            waits = spare_s >= 0.2
+            effects = made.handle(Answered(question.tag, Rejection(
+                request=REQUEST, code="capacity", message="m", retry_after_s=0.2, wait_s=0.2 if waits else 0.0,
+                spare_s=spare_s if waits else 0.0)), now=now)
+        else:
+            wake = made.next_wake()
+            if wake is not None:
+                now = wake
+                effects = made.handle(Woke(), now=now)
+    assert now == pytest.approx(4.9) and made.attempt == attempts
+    assert asked - attempts == 7, "each wait is longer than the one before: 0.3, 0.4, 0.6, 1.0, 1.8 s and what is left"
+
+
 def test_conductors_may_be_away_for_a_moment() -> None:
     script = at_place(place_timeout_s=1.0)
     script.silence(gone=True).done()

@@ -47,7 +47,7 @@ class Bounds:
     @classmethod
     def of(cls, ask: PlaceRequest, policy: Policy) -> Bounds:
         """The request's own, else the settings'."""
-        return cls(ask.ttft_slo_s or policy.ttft_slo_s, ask.tbt_slo_s or policy.tbt_slo_s)
+        return cls(policy.ttft_left_s(ask), ask.tbt_slo_s or policy.tbt_slo_s)
 
 
 class Admission(ABC):
