@@ -394,7 +394,7 @@ class DecodeShell:
         for row in step.rows:
             if not row.running.steps:
                 request = self._requests[row.running.operation]
-                metrics.WORKER_QUEUE_SECONDS.observe(start_s - request.handed_over_s)
+                metrics.WORKER_QUEUE_SECONDS.labels(kind="decode").observe(start_s - request.handed_over_s)
                 tracing.record("decode.queue", start_s=request.handed_over_s, end_s=start_s, parent=request.context)
         works = [
             Work(np.asarray(row.running.tokens[row.start:row.start + row.length], dtype=np.uint32), row.start,

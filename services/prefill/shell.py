@@ -293,7 +293,7 @@ class PrefillShell:
             prefill_s=job.computing_s, pushed_bytes=pushed.nbytes,
             push_path=pushed.path, push_wait_s=pushed_s - computed_s)
         metrics.WORKER_PROMPT_TOKENS.observe(total)
-        metrics.WORKER_QUEUE_SECONDS.observe(stages.prefill_queue_s)
+        metrics.WORKER_QUEUE_SECONDS.labels(kind="prefill").observe(stages.prefill_queue_s)
         metrics.WORKER_COMPUTED_TOKENS.inc(total - stages.hit_tokens)
         metrics.WORKER_REUSED_TOKENS.labels(origin="local").inc(stages.local_hit_tokens)
         metrics.WORKER_REUSED_TOKENS.labels(origin="fetched").inc(stages.hit_tokens - stages.local_hit_tokens)

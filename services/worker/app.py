@@ -28,16 +28,16 @@ def main(home: Role, overrides: Mapping[str, Any]) -> int:
     else:
         settings = load(DecodeSettings, "decode", overrides=overrides)
     prefill, decode = both(settings)
-    is_prefill = home == "prefill" and not settings.elastic
-    return run_worker(settings, home, lambda worker: shells(worker, prefill, decode),
-                      max_running=prefill.max_queued if is_prefill else decode.max_running)
+    max_running = decode.max_running if decode is not None else prefill.max_queued if prefill is not None else 0
+    return run_worker(settings, home, lambda worker: shells(worker, prefill, decode), max_running=max_running)
 
 
-def both(settings: PrefillSettings | DecodeSettings) -> tuple[PrefillSettings, DecodeSettings]:
-    """A worker's settings in either role: what only the other one has is taken from there, in that one's own name."""
+def both(settings: PrefillSettings | DecodeSettings) -> tuple[PrefillSettings | None, DecodeSettings | None]:
+    """A worker's settings in either role, ``None`` for one that it does not take: what only the other one than its home
+    has is taken from there, in that one's own name."""
     if isinstance(settings, PrefillSettings):
-        return settings, _as(settings, DecodeSettings, "decode")
-    return _as(settings, PrefillSettings, "prefill"), settings
+        return settings, _as(settings, DecodeSettings, "decode") if settings.elastic else None
+    return _as(settings, PrefillSettings, "prefill") if settings.elastic else None, settings
 
 
 def _as(settings: WorkerSettings, kind: type[S], service: str) -> S:
@@ -45,11 +45,11 @@ def _as(settings: WorkerSettings, kind: type[S], service: str) -> S:
     return msgspec.structs.replace(load(kind, service), **common)
 
 
-def shells(worker: Worker, prefill: PrefillSettings, decode: DecodeSettings) -> list[Shell]:
+def shells(worker: Worker, prefill: PrefillSettings | None, decode: DecodeSettings | None) -> list[Shell]:
     """What serves the worker's jobs, that of its home role first."""
     made: list[Shell] = []
-    if worker.role == "prefill" or worker.settings.elastic:
+    if prefill is not None:
         made.append(PrefillShell(worker, prefill))
-    if worker.role == "decode" or worker.settings.elastic:
+    if decode is not None:
         made.append(DecodeShell(worker, decode))
     return sorted(made, key=lambda shell: shell.role != worker.role)

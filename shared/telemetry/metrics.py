@@ -101,7 +101,8 @@ CONDUCTOR_ESTIMATE_ERROR = Gauge(
 # Workers: prefill and decode.
 WORKER_QUEUED = Gauge("moonbus_worker_queued_requests", "Requests accepted and not yet running.", ["kind"])
 WORKER_RUNNING = Gauge("moonbus_worker_running_requests", "Requests that run.", ["kind"])
-WORKER_QUEUE_SECONDS = Histogram("moonbus_worker_queue_seconds", "Time from acceptance to start.", buckets=_LATENCY_S)
+WORKER_QUEUE_SECONDS = Histogram("moonbus_worker_queue_seconds", "Time from acceptance to start.", ["kind"],
+                                 buckets=_LATENCY_S)
 WORKER_STEP_SECONDS = Histogram("moonbus_worker_step_seconds", "One engine step: a prefill chunk or a decode step.", ["kind"],
                                 buckets=_GAP_S)
 WORKER_BATCH_REQUESTS = Histogram("moonbus_worker_batch_requests", "Requests in one engine step.", ["kind"], buckets=_BATCH)
