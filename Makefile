@@ -17,7 +17,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test test-unit test-rdma check migrate docs clean
+.PHONY: help install demo up test test-unit test-soak test-rdma check migrate docs clean
 
 help:  ## Show the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -190,7 +190,8 @@ def store_drain(worker: Annotated[str, typer.Argument(help="Worker to empty; see
                 timeout: Annotated[str, typer.Option(help="A drain that takes longer fails.")] = "300s",
                 cancel: Annotated[bool, typer.Option("--cancel", help="Stop the drain of this worker.")] = False,
                 force: Annotated[bool, typer.Option(
-                    "--force", help="Also the last prefill or decode worker of a model, which then ends.")] = False,
+                    "--force", help="Also the last prefill or decode worker of a model, which then ends; and what "
+                                    "no other worker can have is dropped instead of served on.")] = False,
                 nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """Copy the blocks that only this worker holds to others, then let it go; shows how far it is."""
     from services.cli.store import drain as run

@@ -83,7 +83,8 @@ def set_quota(tenant: str, size: str, nats_url: str | None, data_dir: str | None
     try:
         nbytes = parse_bytes(size)
     except ValueError as error:
-        raise SettingError("BYTES", size, f"a size ({error})") from error
+        raise SettingError("BYTES", size, f"a size ({error}); "
+                           f"`moonbus store quota rm {tenant}` takes a quota away") from error
     _require(tenant)
     _show_quotas(asyncio.run(_once(settings(nats_url, data_dir), QUOTA.at(), QuotaAsk(tenant=tenant, nbytes=nbytes))))
 

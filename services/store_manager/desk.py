@@ -161,7 +161,7 @@ class Desk:
         try:
             if not ask.tenant:
                 orders, _ = await self.read()
-            elif fault := tenant_fault(ask.tenant):
+            elif not ask.remove and (fault := tenant_fault(ask.tenant)):
                 return Failure(message=fault)
             elif ask.nbytes < 0:
                 return Failure(message=f"a quota of {ask.nbytes} bytes is none; give 0 or more")

@@ -197,6 +197,8 @@ class _Calls:
         return buffer
 
     def _batch(self, keys: Sequence[Key]) -> Sequence[Key]:
+        if not isinstance(keys, Sequence) or isinstance(keys, str | bytes | bytearray | memoryview):
+            raise self._bad_key(f"{type(keys).__name__} is no list of keys; give one, also for a single key")
         if len(keys) > MAX_BATCH:
             raise counted(BatchTooLarge(f"a call with {len(keys)} keys; at most {MAX_BATCH} go at once"))
         return keys

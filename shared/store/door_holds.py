@@ -124,7 +124,7 @@ class Holds:
         keys, pin = unpack_keys(ask.keys), visit.pins.get(ask.operation)
         if pin is None:
             if len(visit.pins) >= MAX_PINS or self._pinned + len(keys) > self._most_pinned:
-                return self._pins_full()
+                return self._pins_full(len(keys))
             pin = visit.pins[ask.operation] = Hold(self._keep.new_operation(visit), 0, 0.0)
         here = [self._is_here(visit, key) for key in keys]
         marks = [int(slot != frames.MISSING) for slot in self._pin_all(pin.operation, keys, here)]
@@ -133,7 +133,7 @@ class Holds:
         self._pinned += pin.count - before
         if self._pinned > self._most_pinned and pin.count > before:  # what these blocks continue is pinned as well
             self._end(visit.pins.pop(ask.operation))
-            return self._pins_full()
+            return self._pins_full(len(keys))
         pin.until_s = host_clock_s() + ask.ttl_ms / 1e3
         return frames.Marks(marks)
 
@@ -144,8 +144,8 @@ class Holds:
             self._end(pin)
         return frames.Marks([int(pin is not None)])
 
-    def _pins_full(self) -> frames.Denied:
-        return deny("pin", "full", f"clients have pinned {self._pinned} of {self._keep.num_blocks} blocks; half of "
+    def _pins_full(self, asked: int) -> frames.Denied:
+        return deny("pin", "full", f"a pin of {asked} more: clients have pinned {self._pinned} of {self._keep.num_blocks} blocks; half of "
                                    "them may be, with what they continue: end a pin, or pin fewer")
 
     # -- the rest -----------------------------------------------------------------------------------------------

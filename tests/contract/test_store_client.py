@@ -295,13 +295,16 @@ async def test_wrong_sizes_and_batches_are_refused(store: Any, owner: Owner) -> 
         await store.put_from("a", np.zeros(NBYTES, dtype=np.uint8))
     with pytest.raises(BadMemory, match="str is no value"):
         await store.put("a", "text")
+    for no_list in ("abc", b"abc", None, 7):
+        with pytest.raises(BadKey, match="no list of keys"):
+            await store.batch_exists(no_list)
     with pytest.raises(BadKey, match="lone surrogates"):
         await store.get("\ud800")
     for wrong in (7, None, ("a",)):
         with pytest.raises(BadKey, match="any text or bytes"):
             await store.put(wrong, value(1))
     assert (refused("call"), refused("memory"), refused("size"), refused("key")) == (
-        before[0] + 2, before[1] + 6, before[2], before[3] + 4)
+        before[0] + 2, before[1] + 6, before[2], before[3] + 8)
     with pytest.raises(BadKey):
         await store.put(frames.Block(bytes(32), bytes(32)), value(1))
     assert not list(owner.agent.pool.blocks())
