@@ -47,7 +47,7 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
     priorities: Annotated[tuple[str, ...], Meta(description=(
         "Classes that header x-moonbus-priority may name, each as NAME=HEAD_START[/TTFT[/TBT]]: prompts of the class "
         "queue as if they had come so much earlier (later, with a minus), and must be promised these times unless a "
-        "header says otherwise."))] = ("high=20s", "normal=0s", "low=-20s")
+        "header says otherwise. Every caller may name every class."))] = ("normal=0s", "low=-20s")
     tokenizer_threads: Annotated[int, Meta(description="Threads that render and tokenise long prompts.", ge=1)] = 2
     max_in_flight: Annotated[int, Meta(description="Requests at the same time; more are answered with 429.", ge=1)] = 4_096
     inline_bytes: Annotated[int, Meta(description=(

@@ -263,7 +263,7 @@ async def test_extensions_reach_the_conductor(stage_with: Open) -> None:
         assert stage.cluster.workers["prefill-2"].jobs[0].head_start_s == -20.0
         refused = await stage.post({"model": MODEL, "messages": HELLO}, headers={"x-moonbus-priority": "urgent"})
         assert refused.status_code == 400
-        assert "'urgent'; this gateway knows high, normal, low" in refused.json()["error"]["message"]
+        assert "'urgent'; this gateway knows normal, low" in refused.json()["error"]["message"]
 
 
 # -- models and health ---------------------------------------------------------------------------------------------

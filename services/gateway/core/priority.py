@@ -39,6 +39,8 @@ def priorities(texts: Iterable[str], *, usual: Priority) -> dict[str, Priority]:
             ttft_slo_s, tbt_slo_s = (parse_seconds(part) if part else None for part in (match["ttft"], match["tbt"]))
         except ValueError as error:
             raise SettingError("priorities", text, f"durations in it ({error})") from error
+        if 0.0 in (ttft_slo_s, tbt_slo_s):
+            raise SettingError("priorities", text, "limits above 0; leave one out for the usual one")
         if head_start_s > _MOST_S:
             raise SettingError("priorities", text, f"a head start of at most {_MOST_S:g}s")
         found[match["name"]] = Priority(
