@@ -145,8 +145,9 @@ class Holds:
         return frames.Marks([int(pin is not None)])
 
     def _pins_full(self, asked: int) -> frames.Denied:
-        return deny("pin", "full", f"a pin of {asked} more: clients have pinned {self._pinned} of {self._keep.num_blocks} blocks; half of "
-                                   "them may be, with what they continue: end a pin, or pin fewer")
+        return deny("pin", "full", f"a pin of {asked} more: clients have pinned {self._pinned} of "
+                                   f"{self._keep.num_blocks} blocks; half of them may be, with what they continue: "
+                                   "end a pin, or pin fewer")
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
