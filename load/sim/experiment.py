@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from load.sim.cluster import Cluster, ClusterOptions, check_possible
 from load.sim.coupled import CoupledCluster, CoupledOptions
-from load.sim.faults import Fault
+from load.sim.faults import Fault, node_names
 from load.sim.loop import Loop
 from load.sim.outcome import Objective, Outcomes, Summary
 from load.sim.profile import NodeProfile, read_profile
@@ -24,7 +24,7 @@ from shared.errors import UserError
 from shared.ids import BlockKey
 from shared.order import FCFS, ORDER, SRPT, Order, aged
 from shared.store import policies
-from shared.units import parse_seconds
+from shared.units import format_seconds, parse_seconds
 
 ORDERS = ("fcfs", "srpt", "aged", "bounded")
 AGING = 0.05
@@ -88,9 +88,14 @@ class RunOptions:
         if match := _STRETCH.fullmatch(text.strip()):
             base, stretch = match["base"].strip(), float(match["stretch"])
         try:
-            return Objective(ttft_s=parse_seconds(base), tbt_s=self.tbt_slo_s, stretch=stretch)
+            ttft_s = parse_seconds(base)
         except ValueError as error:
             raise UserError(f"--ttft-slo: {error}, or like 1s+3x") from error
+        if ttft_s <= 0:
+            raise UserError(f"--ttft-slo {text}: a bound must be above 0 s, also what comes before the + of 1s+3x")
+        if self.tbt_slo_s <= 0:
+            raise UserError(f"--tbt-slo {format_seconds(self.tbt_slo_s)}: a bound must be above 0 s")
+        return Objective(ttft_s=ttft_s, tbt_s=self.tbt_slo_s, stretch=stretch)
 
 
 class Sample(NamedTuple):
@@ -208,8 +213,14 @@ def check(options: RunOptions, trace: Trace) -> NodeProfile:
     if options.admission not in ADMISSIONS:
         raise UserError(f"there is no admission {options.admission}; there are {', '.join(ADMISSIONS)}")
     order_of(options)
-    if not options.coupled:
+    if options.coupled:
+        if options.faults:
+            raise UserError("--fault: coupled instances have no faults; leave out --coupled or --fault")
+    else:
         check_possible(_cluster_options(options, trace, profile))
+        nodes = node_names(options.prefill // options.pipeline, options.decode)
+        for fault in options.faults:
+            fault.check(nodes)
     longest = max(trace.arrivals, key=lambda arrival: arrival.input_tokens + arrival.output_tokens)
     needed = longest.input_tokens + max(options.output_tokens or longest.output_tokens, 1)
     if 1 <= profile.vram_tokens < needed:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -23,7 +24,7 @@ Kind = Literal["crash", "slow", "cut", "lose"]
 
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<node>[a-z0-9-]+)@(?P<start>[0-9.]+)(?:-(?P<end>[0-9.]+))?"
                    r"(?:x(?P<amount>[0-9.]+))?")
-_USUAL = {"crash": 0.0, "slow": 2.0, "cut": 0.0, "lose": 0.01}
+_USUAL = {"crash": 0.0, "cut": 0.0, "lose": 0.01}
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class Fault:
     end_s: float
     amount: float
 
+    def check(self, nodes: Sequence[str]) -> None:
+        """Raises :class:`UserError` when it names a node that is not among ``nodes``."""
+        if self.kind != "lose" and self.node not in nodes:
+            raise UserError(f"--fault {self.kind} names node {self.node}; there are {', '.join(nodes)}")
+
     def schedule(self, cluster: Cluster) -> None:
         """Lets it happen; raises :class:`UserError` when there is no such node."""
-        nodes = [*cluster.prefill, *cluster.decode]
-        if self.kind != "lose" and self.node not in nodes:
-            raise UserError(f"fault {self.kind} names node {self.node}; there are {', '.join(nodes)}")
+        self.check(list(dict.fromkeys((*cluster.prefill, *cluster.decode))))
         loop = cluster.loop
         match self.kind:
             case "crash":
@@ -61,6 +65,11 @@ class Fault:
                     loop.at(self.end_s, cluster.set_loss, 0.0)
 
 
+def node_names(prefill: int, decode: int) -> list[str]:
+    """Of a cluster with so many of each."""
+    return [*(f"prefill-{i + 1}" for i in range(prefill)), *(f"decode-{i + 1}" for i in range(decode))]
+
+
 def parse_fault(text: str) -> Fault:
     """See the module; raises :class:`UserError`."""
     match = _FORM.fullmatch(text.strip())
@@ -68,9 +77,15 @@ def parse_fault(text: str) -> Fault:
         raise UserError(f"--fault {text}: expected KIND:NODE@SECONDS, like slow:prefill-3@100-400x2.5; kinds are "
                         f"{', '.join(get_args(Kind))}")
     kind = cast(Kind, match["kind"])
-    start_s = float(match["start"])
-    end_s = float(match["end"]) if match["end"] else math.inf
-    amount = float(match["amount"]) if match["amount"] else _USUAL[kind]
+    try:
+        start_s = float(match["start"])
+        end_s = float(match["end"]) if match["end"] else math.inf
+        amount = float(match["amount"]) if match["amount"] else _USUAL.get(kind)
+    except ValueError as error:
+        raise UserError(f"--fault {text}: one of its numbers is none; expected KIND:NODE@SECONDS, like "
+                        "slow:prefill-3@100-400x2.5") from error
+    if amount is None:
+        raise UserError(f"--fault {text}: says not how slow; {text}x2.5 takes 2.5 times as long")
     if end_s <= start_s:
         raise UserError(f"--fault {text}: it ends at {end_s:g} s, before it begins")
     if (kind == "slow" and amount <= 0) or (kind in ("cut", "lose") and not 0 <= amount <= 1):

@@ -5,14 +5,20 @@ from __future__ import annotations
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from shared.errors import UserError
 from shared.kv import CacheSpec
 from shared.messages import Profile
 
 _KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_Count = Annotated[int, Meta(ge=1)]
+_Cost = Annotated[float, Meta(ge=0)]
+_Rate = Annotated[float, Meta(gt=0)]
 
 
 class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -21,39 +27,39 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     source: str
     """Where the figures come from."""
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    prefill_fixed_s: float
-    prefill_per_token_s: float
-    prefill_per_token2_s: float
+    layers: _Count
+    kv_heads: _Count
+    head_dim: _Count
+    dtype: Literal["float32", "bfloat16", "float16"]
+    prefill_fixed_s: _Cost
+    prefill_per_token_s: _Cost
+    prefill_per_token2_s: _Cost
     """Prefill of ``n`` tokens over ``p`` reused ones: ``fixed + a (n - p) + b (n² - p²)`` seconds of the GPUs."""
-    reuse_fixed_s: float
-    reuse_per_token_s: float
+    reuse_fixed_s: _Cost
+    reuse_per_token_s: _Cost
     """Bringing ``p`` reused tokens from DRAM to the GPUs: ``fixed + c p``, when there are any. It begins when a prompt
     is ready and goes on beside the computing of others, so a prompt that has waited long enough does not notice it."""
-    decode_fixed_s: float
-    decode_per_request_s: float
-    decode_per_context_token_s: float
+    decode_fixed_s: _Cost
+    decode_per_request_s: _Cost
+    decode_per_context_token_s: _Cost
     """A decode step of ``b`` requests with ``c`` tokens of context in all: ``fixed + r b + t c`` seconds."""
-    nic_gbps: float
-    nic_efficiency: float
+    nic_gbps: _Rate
+    nic_efficiency: Annotated[float, Meta(gt=0, le=1)]
     """Share of the nominal rate that transfers reach."""
-    transfer_fixed_s: float
+    transfer_fixed_s: _Cost
     """Added to each transfer."""
-    push_tail_s: float
+    push_tail_s: _Cost
     """Between the end of a prefill's computing and its KV being complete at the decode node, on an idle link."""
-    ssd_bytes_per_s: float
-    vram_bytes: float
-    weights_bytes: float
-    vram_reserved_share: float
+    ssd_bytes_per_s: _Rate
+    vram_bytes: _Rate
+    weights_bytes: _Cost
+    vram_reserved_share: Annotated[float, Meta(ge=0, lt=1)]
     """Share of the memory that is neither weights nor KV."""
-    dram_tokens: int
+    dram_tokens: Annotated[int, Meta(ge=0)]
     """Tokens of KV the DRAM cache holds."""
-    prefill_chunk_tokens: int
+    prefill_chunk_tokens: _Count
     """A prefill can be put aside at multiples of it."""
-    max_running: int
+    max_running: _Count
     """Requests in a decode batch."""
 
     @cached_property
@@ -138,6 +144,25 @@ def read_profile(name: str) -> NodeProfile:
     except OSError as error:
         raise UserError(f"there is no profile {name}; there are {', '.join(names())}, or give a .json file") from error
     try:
-        return msgspec.json.decode(raw, type=NodeProfile)
+        profile = msgspec.json.decode(raw, type=NodeProfile)
     except msgspec.DecodeError as error:
-        raise UserError(f"profile {name}: {error}") from error
+        raise UserError(f"profile {name}: {_why(raw, error)}") from error
+    if not profile.prefill_per_token_s + profile.prefill_per_token2_s > 0:
+        raise UserError(f"profile {name}: prefill_per_token_s and prefill_per_token2_s are both 0; a prompt's tokens "
+                        "must cost something, so one of them must be above 0")
+    if not profile.decode_fixed_s + profile.decode_per_request_s + profile.decode_per_context_token_s > 0:
+        raise UserError(f"profile {name}: decode_fixed_s, decode_per_request_s and decode_per_context_token_s are all "
+                        "0; a decode step must take time, so one of them must be above 0")
+    return profile
+
+
+def _why(raw: bytes, error: msgspec.DecodeError) -> str:
+    """What is wrong, with the field's name and value where it is a field."""
+    expected, _, field = str(error).partition(" - at `$.")
+    field = field.removesuffix("`")
+    if not field:
+        return str(error)
+    value = msgspec.json.decode(raw)[field]
+    if field == "dtype":
+        expected = f"expected one of {', '.join(_KV_BYTES)}"
+    return f"{field} is {msgspec.json.encode(value).decode()}: {expected[:1].lower()}{expected[1:]}"

@@ -29,6 +29,12 @@ def test_reads_mooncake_rows_in_seconds(tmp_path: Path) -> None:
         (0, 0.0, 700, 5, (0, 1)), (1, 3.0, 513, 9, (0, 2))]
 
 
+def test_times_count_from_the_first_request(tmp_path: Path) -> None:
+    epoch_ms = 1_764_460_800_000
+    trace = read(write(tmp_path / "t.jsonl", row(epoch_ms, 10, [0]), row(epoch_ms + 1500, 10, [0])))
+    assert [arrival.at_s for arrival in trace.arrivals] == [0.0, 1.5]
+
+
 def test_limit_reads_no_further(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", row(0, 10, [0]), "this is no JSON")
     assert len(read(path, limit=1).arrivals) == 1
@@ -55,6 +61,8 @@ def test_another_block_size(tmp_path: Path) -> None:
     (json.dumps(row(1, 1025, [0, 1])), "2 hash_ids for input_length 1025, expected 3"),
     (json.dumps(row(1, 600, [7, 0])), "hash id 0 stands at another place"),
     (json.dumps(row(0.5, 10, [9])), "before 1 of an earlier line"),
+    (json.dumps(row(1_764_460_800_000, 10, [9])), "timestamp 1764460800000 is 20422 days after the line before"),
+    (json.dumps(row(float("nan"), 10, [9])), "timestamp is NaN; expected a number"),
 ])
 def test_blames_file_and_line(tmp_path: Path, bad: str, why: str) -> None:
     path = write(tmp_path / "t.jsonl", row(1, 600, [0, 1]), bad)
@@ -86,8 +94,11 @@ def test_azure_csv(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "why"), [
     ("TIMESTAMP,ContextTokens\n", "line 1: column GeneratedTokens is missing"),
-    ("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "line 2: not a row"),
-    ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1\n", "line 2: not a row"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "line 2: TIMESTAMP is 'soon'"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1\n", "line 2: GeneratedTokens is empty"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1,x\n", "line 2: GeneratedTokens is 'x'"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46Z,1,1\n2024-11-16 18:15:46,1,1\n",
+     "line 3: 2024-11-16 18:15:46 is 366 days after"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,0,1\n", "line 2: ContextTokens 0"),
 ])
 def test_azure_csv_blames_file_and_line(tmp_path: Path, text: str, why: str) -> None:

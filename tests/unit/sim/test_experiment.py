@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from load.sim.experiment import RunOptions, simulate
 from load.sim.faults import Fault, parse_fault
 from load.sim.many import find_knee
+from load.sim.profile import read_profile
 from load.workload.traces import Trace
 from services.conductor.core.machine import Conductor
 from services.conductor.core.policies.registry import POLICIES
@@ -160,14 +163,38 @@ def test_a_trace_can_be_repeated_with_fresh_ids(tmp_path: Path) -> None:
     ({"rate_scale": float("nan")}, "--rate-scale is nan; expected a number above 0"),
     ({"rate_scale": 0.0}, "--rate-scale is 0; expected a number above 0"),
     ({"ttft_slo": "soon"}, "--ttft-slo: 'soon' is not a duration"),
+    ({"ttft_slo": "0s"}, "--ttft-slo 0s: a bound must be above 0 s"),
+    ({"ttft_slo": "0s+3x"}, "--ttft-slo"),
+    ({"tbt_slo_s": 0.0}, "--tbt-slo 0.0 ms: a bound must be above 0 s"),
     ({"nic_gbps": -1.0}, "--nic-gbps is -1"),
     ({"nic_gbps": float("nan")}, "--nic-gbps is nan"),
     ({"profile": "h9000"}, "there is no profile h9000; there are a800-llama3-70b"),
-    ({"faults": (parse_fault("crash:prefill-9@3"),)}, "fault crash names node prefill-9; there are prefill-1"),
+    ({"faults": (parse_fault("crash:prefill-9@3"),)},
+     "fault crash names node prefill-9; there are prefill-1, prefill-2, decode-1, decode-2$"),
+    ({"coupled": 2, "faults": (parse_fault("crash:prefill-1@3"),)}, "--fault: coupled instances have no faults"),
 ])
 def test_what_cannot_be_is_refused_with_the_numbers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message.replace("-", "[-]")):
         simulate(busy(5), options(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"layers": 0}, "layers is 0: expected `int` >= 1"),
+    ({"nic_efficiency": 0}, "nic_efficiency is 0: expected `float` > 0.0"),
+    ({"dtype": "foo"}, 'dtype is "foo": expected one of float32'),
+    ({"decode_fixed_s": -1}, "decode_fixed_s is -1: expected `float` >= 0.0"),
+    ({"max_running": 0}, "max_running is 0"), ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0"),
+    ({"prefill_per_token_s": 0, "prefill_per_token2_s": 0}, "prefill_per_token_s and prefill_per_token2_s are both 0"),
+    ({"decode_fixed_s": 0, "decode_per_request_s": 0}, "a decode step must take time"),
+    ({"wings": 2}, "wings"),
+])
+def test_a_profile_that_cannot_be_is_refused_with_field_and_value(changes: dict[str, Any], message: str,
+                                                                  tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({**msgspec.to_builtins(PROFILE), **changes}))
+    with pytest.raises(UserError) as caught:
+        read_profile(str(path))
+    assert f"profile {path}: " in str(caught.value) and message in str(caught.value)
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
@@ -208,7 +235,7 @@ def test_faults_are_read(text: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("text", ["melt:prefill-1@3", "crash", "crash:prefill-1@9-3", "slow:prefill-1@3x0",
-                                  "cut:a@1x2"])
+                                  "cut:a@1x2", "slow:prefill-1@3-9", "crash:a@1.2.3"])
 def test_faults_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--fault"):
         parse_fault(text)
