@@ -22,11 +22,14 @@ from load.sim.outcome import Summary
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from shared.errors import UserError
 from shared.files import write_file
+from shared.version import product_version
 
 GOOD_SHARE = 0.95
 """At the knee so many of all requests are inside both bounds."""
 PRECISION = 0.02
 """A knee is a power of 1 plus this, so searches of different bounds meet at the same rates."""
+_CODE = ("load/sim", "services/conductor/core", "shared/order.py", "shared/store/policies")
+"""What decides the outcome of a run, from the root of the source tree or of the installed packages."""
 _QUANTILES = 200
 _FIRST_STEP = 8
 
@@ -56,11 +59,10 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """Names the run; options that are as they are anyway have no part in it."""
-        usual = vars(RunOptions())
-        options = {name: value for name, value in vars(self.options).items() if value != usual[name]}
+        """Names the run, as the present code makes it: a run that other code made is another."""
         return hashlib.sha256(msgspec.json.encode(
-            (self.source, options, self.bounds, self.give_up_share), order="sorted")).hexdigest()[:16]
+            (self.source, vars(self.options), self.bounds, self.give_up_share, code_digest()),
+            order="sorted")).hexdigest()[:16]
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,17 @@ class Search(msgspec.Struct, frozen=True):
     precision: float = PRECISION
     low: float = 0.25
     high: float = 8.0
+
+
+@lru_cache(maxsize=1)
+def code_digest(root: Path = Path(__file__).parents[2]) -> str:
+    """Of the version and of everything that decides what a run brings, node profiles included."""
+    digest = hashlib.sha256(product_version().encode())
+    for place in (root / name for name in _CODE):
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def execute(run: Run, tick: pool.Tick, *, trace: Trace | None = None) -> Ran:

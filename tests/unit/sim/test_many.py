@@ -70,9 +70,30 @@ def test_what_is_on_the_shelf_is_not_made_again(source: Source, options: RunOpti
     assert shelf.get(run) is None  # half a file is none
 
 
-def test_options_that_are_as_they_are_anyway_do_not_name_a_run(source: Source) -> None:
-    assert Run(source, RunOptions()).digest == Run(source, RunOptions(seed=0, faults=())).digest
-    assert Run(source, RunOptions(seed=1)).digest != Run(source, RunOptions()).digest
+def test_all_options_and_the_code_name_a_run(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Run(source, RunOptions()).digest
+    assert usual == Run(source, RunOptions(seed=0, faults=())).digest
+    assert usual != Run(source, RunOptions(seed=1)).digest
+    given = vars(RunOptions())
+    monkeypatch.setattr(RunOptions, "__init__", lambda self: vars(self).update(given, seed=1))  # another default
+    assert Run(source, RunOptions()).digest != usual
+    monkeypatch.undo()
+    monkeypatch.setattr(many, "code_digest", lambda: "another")
+    assert Run(source, RunOptions()).digest != usual
+
+
+def test_a_change_of_a_source_changes_the_digest_of_the_code(tmp_path: Path) -> None:
+    for name in ("load/sim/a.py", "services/conductor/core/b.py", "shared/order.py", "shared/store/policies/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    digest = many.code_digest.__wrapped__
+    before = digest(tmp_path)
+    (tmp_path / "load/sim/__pycache__").mkdir()
+    (tmp_path / "load/sim/__pycache__/a.pyc").write_text("compiled")
+    (tmp_path / "load/other.py").write_text("1")
+    assert digest(tmp_path) == before
+    (tmp_path / "shared/order.py").write_text("2")
+    assert digest(tmp_path) != before
 
 
 def test_left_early_no_process_stays(source: Source, options: RunOptions, shelf: Shelf) -> None:
