@@ -35,9 +35,22 @@ from load.sim import figures, paper
 from load.sim.experiment import ORDERS, Result, RunOptions, check, load_trace, simulate
 from load.sim.faults import parse_fault
 from load.sim.fit import fit_profile
-from load.sim.many import GOOD_SHARE, Knee, Ran, Run, Search, Shelf, Source, compare, find_all, read_source
+from load.sim.many import (
+    GOOD_SHARE,
+    HIGH,
+    LOW,
+    Knee,
+    Ran,
+    Run,
+    Search,
+    Shelf,
+    Source,
+    compare,
+    find_all,
+    read_source,
+)
 from load.sim.outcome import Summary
-from load.sim.page import PAGE_FILE, Page, Table, write
+from load.sim.page import PAGE_FILE, Page, Table, cell, write
 from load.sim.pool import Tick, usable_cores
 from load.sim.profile import read_profile
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, TraceError
@@ -200,14 +213,16 @@ def compare_command(
         for position, ran in compare(runs, shelf, jobs=jobs or usable_cores(), tick=tick):
             made[places[position]] = ran
             source, rate, name, one_seed = places[position]
-            ended(f"{source.name} {rate:g}x {name} seed {one_seed}: mean TTFT {ran.summary.ttft_s.mean:.2f} s")
+            ended(f"{source.name} {rate:g}x {name} seed {one_seed}: mean TTFT "
+                  f"{cell(ran.summary.ttft_s.mean, '.2f')} s")
     page = Page(title="Policies side by side", facts=_facts(base, seeds))
     columns: dict[str, dict[str, list[Ran]]] = {}
     for place in places:
         source, rate, name, _ = place
         columns.setdefault(f"{label(source.name)} {rate:g}x", {}).setdefault(name, []).append(made[place])
     page.tables = [Table("Mean TTFT, s / inside both bounds", ("policy", *columns), [
-        (name, *(f"{_mean(rans[name], lambda s: s.ttft_s.mean):.2f} / {_mean(rans[name], lambda s: s.slo_share):.1%}"
+        (name, *(f"{cell(_mean(rans[name], lambda s: s.ttft_s.mean), '.2f')} / "
+                 f"{cell(_mean(rans[name], lambda s: s.slo_share), '.1%')}"
                  for rans in columns.values())) for name in names], note=_SEEDS if len(seeds) > 1 else "")]
     for title, rans in columns.items():
         page.tables.append(_summary_table({f"{name}{f', seed {seeds[i]}' if len(seeds) > 1 else ''}": ran.summary
@@ -264,7 +279,7 @@ def knee_command(
         for position, knees in find_all(searches, shelf, jobs=jobs or usable_cores(), tick=tick):
             brought[position] = knees
             source, name, one_seed = places[position]
-            told = ", ".join(f"{knee.rate_scale:.2f}x for {knee.bound}" for knee in knees)
+            told = ", ".join(f"{_rate([knee])}x for {knee.bound}" for knee in knees)
             ended(f"{source.name} {name} seed {one_seed}: {told}")
     found: dict[tuple[str, str, str], list[Knee]] = {}
     for position, (source, name, _) in enumerate(places):
@@ -277,22 +292,26 @@ def knee_command(
     for bound in bounds:
         rows = []
         for stem, name in itertools.product(stems, names):
-            each = found[stem, name, bound]
-            rates = [knee.rate_scale for knee in each]
-            rows.append((label(stem), _what(each[0].ran.run.options), f"{sum(rates) / len(rates):.2f}",
-                         f"{min(rates):.2f} to {max(rates):.2f}", f"{each[0].ran.shares[bound]:.1%}",
-                         f"{each[0].ran.summary.ttft_s.mean:.2f}", f"{each[0].ran.summary.long_ttft_p99_s:.1f}"))
+            first = found[stem, name, bound][0]
+            ran, is_there = first.ran, first.rate_scale is not None
+            each = sorted(found[stem, name, bound], key=lambda knee: knee.rate_scale or 0.0)
+            rows.append((label(stem), _what(ran.run.options), _rate(each),
+                         f"{_rate(each[:1])} to {_rate(each[-1:])}" if len(each) > 1 else "",
+                         *((f"{ran.shares[bound]:.1%}", cell(ran.summary.ttft_s.mean, ".2f"),
+                            cell(ran.summary.long_ttft_p99_s, ".1f")) if is_there else ("–", "–", "–"))))
         heads = ("trace", "policy", "rate", "over the seeds", "inside both", "mean TTFT, s", "long prompts' P99, s")
         page.tables.append(Table(f"TTFT {bound}", heads, rows, note=(
-            "Times the trace's rate, to 2 %. The last three columns are of the first seed's run at its knee.")))
-        means: dict[str, list[float | None]] = {name: [
-            sum(knee.rate_scale for knee in found[stem, name, bound]) / len(seeds) for stem in stems]
-            for name in names}
+            "Times the trace's rate, to 2 %. The last three columns are of the first seed's run at its knee. "
+            f"Searched from {LOW:g} to {HIGH:g}: below {LOW:g} not even that rate leaves {good:.0%} inside, "
+            f"with ≥ the highest still does.")))
+        means: dict[str, list[float | None]] = {name: [_mean_rate(found[stem, name, bound]) for stem in stems]
+                                                for name in names}
         page.figures[f"knees-{bound.replace('+', '-')}"] = (f"Knees under TTFT {bound}, TBT {tbt_slo}", figures.bars(
             [label(stem) for stem in stems], means, unit="times the trace's rate"))
     _finish(directory, page, {"knees": [
         {"bound": knee.bound, "rate_scale": knee.rate_scale, "share": knee.ran.shares[knee.bound],
-         "tried": knee.tried, **ran_data(knee.ran)} for each in found.values() for knee in each]}, json)
+         "is_open": knee.is_open, "tried": knee.tried, **ran_data(knee.ran)}
+        for each in found.values() for knee in each]}, json)
 
 
 @_command("paper")
@@ -366,8 +385,24 @@ def _data(summary: Summary, trace: str, options: RunOptions) -> dict[str, Any]:
     return {**msgspec.to_builtins(summary), "trace": trace, "options": msgspec.to_builtins(options)}
 
 
-def _mean(rans: Sequence[Ran], value: Callable[[Summary], float]) -> float:
-    return sum(value(ran.summary) for ran in rans) / len(rans)
+def _mean(rans: Sequence[Ran], value: Callable[[Summary], float | None]) -> float | None:
+    """Over the runs that have one."""
+    values = [one for ran in rans if (one := value(ran.summary)) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _mean_rate(knees: Sequence[Knee]) -> float | None:
+    """Over the seeds; ``None`` when one has no knee."""
+    rates = [knee.rate_scale for knee in knees if knee.rate_scale is not None]
+    return sum(rates) / len(rates) if len(rates) == len(knees) else None
+
+
+def _rate(knees: Sequence[Knee]) -> str:
+    """The mean of the knees, as it is shown; a dash when only some of them are there."""
+    mean = _mean_rate(knees)
+    if mean is None:
+        return f"below {LOW:g}" if all(knee.rate_scale is None for knee in knees) else "–"
+    return f"{'≥ ' if any(knee.is_open for knee in knees) else ''}{mean:.2f}"
 
 
 def _what(options: RunOptions) -> str:
@@ -394,9 +429,10 @@ def _summary_table(results: Mapping[str, Summary], *, title: str = "Summary") ->
              "reused", "prefill, GPU s", "wasted, s", "pulled, TB")
     rows = []
     for name, s in results.items():
-        rows.append((name, f"{s.completed}", f"{sum(s.rejected.values()) + s.failed}", f"{s.ttft_s.mean:.2f}",
-                     f"{s.ttft_s.p50:.2f}", f"{s.ttft_s.p90:.2f}", f"{s.ttft_s.p99:.2f}", f"{s.tbt_s.mean:.3f}",
-                     f"{s.tbt_s.p99:.3f}", f"{s.slo_share:.1%}", f"{s.hit_tokens / max(s.prompt_tokens, 1):.1%}",
+        rows.append((name, f"{s.completed}", f"{sum(s.rejected.values()) + s.failed}",
+                     *(cell(value, ".2f") for value in (s.ttft_s.mean, s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99)),
+                     cell(s.tbt_s.mean, ".3f"), cell(s.tbt_s.p99, ".3f"), f"{s.slo_share:.1%}",
+                     cell(s.hit_tokens / s.prompt_tokens if s.prompt_tokens else None, ".1%"),
                      f"{s.prefill_mean_s:.3f}", f"{s.wasted_prefill_s:.0f}", f"{s.pulled_bytes / 1e12:.2f}"))
     return Table(title, heads, rows, note="Seconds. Inside both: completed within both bounds, of all requests.")
 

@@ -38,15 +38,17 @@ def distributions(runs: Mapping[str, tuple[Sequence[float] | _Array, Sequence[fl
         one.set_xlabel(title)
         one.set_ylim(0, 1.02)
     axes[0].set_ylabel("share of requests")
-    axes[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    lines, names = axes[0].get_legend_handles_labels()  # all with a TBT have a TTFT too
+    if lines:
+        axes[1].legend(lines, names, frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
 
 
-def over_rate(rates: Sequence[float], series: Mapping[str, Sequence[float]]) -> bytes:
-    """Mean TTFT over the rate, a line a policy, logarithmic in seconds."""
+def over_rate(rates: Sequence[float], series: Mapping[str, Sequence[float | None]]) -> bytes:
+    """Mean TTFT over the rate, a line a policy, logarithmic in seconds; a gap where there is none."""
     figure, (axes,) = _figure()
     for name, values in series.items():
-        axes.plot(rates, values, marker="o", markersize=3, linewidth=1.2, label=name)
+        axes.plot(rates, np.array(values, dtype=float), marker="o", markersize=3, linewidth=1.2, label=name)
     axes.set_yscale("log")
     axes.set_xticks(rates, [f"{rate:g}x" for rate in rates])
     axes.set_xlabel("times the trace's rate")

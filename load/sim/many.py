@@ -30,6 +30,8 @@ PRECISION = 0.02
 """A knee is a power of 1 plus this, so searches of different bounds meet at the same rates."""
 _CODE = ("load/sim", "services/conductor/core", "shared/order.py", "shared/store/policies")
 """What decides the outcome of a run, from the root of the source tree or of the installed packages."""
+LOW, HIGH = 0.25, 8.0
+"""Times the trace's rate: between which a knee is looked for."""
 _QUANTILES = 200
 _FIRST_STEP = 8
 
@@ -91,9 +93,12 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
     """The highest rate found."""
 
     bound: str
-    rate_scale: float
+    rate_scale: float | None
+    """``None`` when not even the lowest rate of the search was good enough."""
     ran: Ran
-    """The run at that rate."""
+    """The run at that rate, or at the lowest."""
+    is_open: bool = False
+    """Whether the highest rate of the search was still good enough, so that the knee is there or beyond."""
     tried: list[tuple[float, bool]]
     """Each rate tried for this bound, and whether it was good enough."""
 
@@ -106,8 +111,8 @@ class Search(msgspec.Struct, frozen=True):
     bounds: tuple[str, ...]
     good_share: float = GOOD_SHARE
     precision: float = PRECISION
-    low: float = 0.25
-    high: float = 8.0
+    low: float = LOW
+    high: float = HIGH
 
 
 @lru_cache(maxsize=1)
@@ -174,21 +179,25 @@ def find_all(searches: Sequence[Search], shelf: Shelf, *, jobs: int,
 
 
 def find_knees(search: Search, execute_one: Callable[[Run], Ran]) -> list[Knee]:
-    """A knee for each bound. Where requests do not bring their bounds, one run serves all bounds.
-
-    Raises :class:`UserError` when even the lowest rate is too fast.
-    """
+    """A knee for each bound. Where requests do not bring their bounds, one run serves all bounds."""
     shared = () if search.options.asks_slo else search.bounds
     made: dict[tuple[str, int], Ran] = {}
     return [_find_knee(search, bound, shared, made, execute_one) for bound in search.bounds]
 
 
-def find_knee(trace: Trace, options: RunOptions, *, low: float = 0.25, high: float = 8.0,
+def find_knee(trace: Trace, options: RunOptions, *, low: float = LOW, high: float = HIGH,
               precision: float = PRECISION, good_share: float = GOOD_SHARE) -> Knee:
-    """The knee of a trace that is in memory, under the bounds of ``options``; their rate is the first guess."""
+    """The knee of a trace that is in memory, under the bounds of ``options``; their rate is the first guess.
+
+    Raises :class:`UserError` when even the lowest rate is too fast.
+    """
     search = Search(Source(trace.name, trace.block_tokens), options, (options.ttft_slo,), good_share, precision, low,
                     high)
-    return find_knees(search, lambda run: execute(run, lambda requests: None, trace=trace))[0]
+    knee = find_knees(search, lambda run: execute(run, lambda requests: None, trace=trace))[0]
+    if knee.rate_scale is None:
+        raise UserError(f"{trace.name}: not even {low:g}x the trace's rate leaves {good_share:.0%} of the requests "
+                        f"inside {knee.bound} and the TBT bound; give more nodes or wider bounds")
+    return knee
 
 
 def _find_knee(search: Search, bound: str, shared: tuple[str, ...], made: dict[tuple[str, int], Ran],
@@ -223,10 +232,9 @@ def _find_knee(search: Search, bound: str, shared: tuple[str, ...], made: dict[t
             power = (good + bad) // 2 if good >= lowest else max(bad - step, lowest)
         step *= 2
     if good < lowest:
-        raise UserError(f"{search.source.name}: not even {search.low:g}x the trace's rate leaves "
-                        f"{search.good_share:.0%} of the requests inside {bound} and the TBT bound; give more nodes or "
-                        "wider bounds")
-    return Knee(bound=bound, rate_scale=(1 + search.precision) ** good, ran=made[first, good], tried=tried)
+        return Knee(bound=bound, rate_scale=None, ran=made[first, lowest], tried=tried)
+    return Knee(bound=bound, rate_scale=(1 + search.precision) ** good, ran=made[first, good], is_open=good == highest,
+                tried=tried)
 
 
 def _execute(task: tuple[Shelf, Run], tick: pool.Tick) -> Ran:

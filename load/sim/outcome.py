@@ -33,18 +33,18 @@ class Objective:
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A sample in a few numbers, seconds; all 0 for an empty one."""
+    """A sample in a few numbers, seconds; ``None`` for an empty one."""
 
-    mean: float
-    p50: float
-    p90: float
-    p99: float
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
 
     @classmethod
     def of(cls, values: _Array) -> Distribution:
         """Of all values."""
         if not len(values):
-            return cls(0.0, 0.0, 0.0, 0.0)
+            return cls(None, None, None, None)
         p50, p90, p99 = np.percentile(values, (50, 90, 99))
         return cls(float(values.mean()), float(p50), float(p90), float(p99))
 
@@ -87,10 +87,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Of that, computing: what the Mooncake paper calls the GPU time of a prefill."""
     wasted_prefill_s: float
     """GPU time of prefills whose request was turned away or lost afterwards."""
-    ttft_error: float
-    """Mean of |predicted - actual| over the mean actual TTFT."""
-    long_ttft_p99_s: float
-    """99th percentile of the TTFT of the longest hundredth of the prompts."""
+    ttft_error: float | None
+    """Mean of |predicted - actual| over the mean actual TTFT; ``None`` when nothing predicted came."""
+    long_ttft_p99_s: float | None
+    """99th percentile of the TTFT of the longest hundredth of the prompts; ``None`` when none had a first token."""
     duration_s: float
     """Simulated, to the last end."""
     sim_wall_s: float
@@ -201,6 +201,6 @@ class Outcomes:
             prefill_compute_s=(self.computed_s - self.loading_s) / max(self.prefills, 1),
             wasted_prefill_s=self.wasted_s,
             ttft_error=(float(np.mean(np.abs(table[predicted, 7] - ttft_s[predicted])) / np.mean(ttft_s[predicted]))
-                        if predicted.any() else 0.0),
-            long_ttft_p99_s=float(np.percentile(ttft_s[is_long], 99)) if is_long.any() else 0.0,
+                        if predicted.any() else None),
+            long_ttft_p99_s=float(np.percentile(ttft_s[is_long], 99)) if is_long.any() else None,
             duration_s=duration_s, sim_wall_s=wall_s)

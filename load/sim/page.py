@@ -19,6 +19,11 @@ from shared.files import write_file
 PAGE_FILE, JSON_FILE = "report.html", "result.json"
 
 
+def cell(value: float | None, form: str) -> str:
+    """``value`` in a table, a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of text under heads."""

@@ -19,7 +19,7 @@ import numpy as np
 from load.sim import figures
 from load.sim.experiment import Result, RunOptions, simulate
 from load.sim.many import find_knee
-from load.sim.page import Table
+from load.sim.page import Table, cell
 from load.sim.profile import read_profile
 from load.workload.traces import Arrival, Trace
 from services.conductor.core.policies.registry import OURS
@@ -93,14 +93,15 @@ class Paper:
 
     def _fig5(self) -> Outcome:
         """Mean TTFT by scheduling; conversation, 16 nodes (8 and 8 here: the paper does not say)."""
-        rows, simulated = [], {}
+        rows = []
+        simulated: dict[str, float | None] = {}
         for policy in (*_FIG5, OURS):
             result = self._simulate("conversation_trace", policy=policy)
             simulated[policy] = result.summary.ttft_s.mean
-            published = _FIG5.get(policy)
-            rows.append((policy, _number(published), f"{simulated[policy]:.2f}",
-                         _number(published / _FIG5["mooncake_a1"]) if published else "",
-                         f"{simulated[policy] / simulated['mooncake_a1']:.2f}"))
+            published, mean_s, global_s = _FIG5.get(policy), simulated[policy], simulated[_THEIRS]
+            rows.append((policy, _number(published), cell(mean_s, ".2f"),
+                         _number(published / _FIG5[_THEIRS]) if published else "",
+                         cell(mean_s / global_s if mean_s is not None and global_s else None, ".2f")))
         heads = ("scheduling", "published", "simulated", "published, of global", "simulated, of global")
         note = ("Global cache-aware is mooncake_a1, local is cache_aware (the same, without transfers). Arrivals are "
                 "the trace's, ten at the same moment every 3 s; how the paper replayed them is not said.")
@@ -169,7 +170,7 @@ class Paper:
                 published = _SLO[trace][i] if i < len(_SLO[trace]) else (None,) * 3
                 data[f"{trace}/{name}"] = shares
                 pairs = zip(published, shares, strict=True)
-                rows.append((_SHORT[trace], name, *(cell for said, share in pairs for cell in (
+                rows.append((_SHORT[trace], name, *(text for said, share in pairs for text in (
                     _number(said), f"{share:.1f}"))))
         heads = ("workload", "system", "100 ms: published", "simulated", "200 ms: published", "simulated",
                  "300 ms: published", "simulated")
@@ -195,6 +196,7 @@ class Paper:
                     changes["cache_policy"] = Lru.name
                 knee = find_knee(trace, replace(base, **changes), low=0.02, high=64.0,  # type: ignore[arg-type]
                                  good_share=0.9)
+                assert knee.rate_scale is not None  # find_knee raises where there is none
                 rates.append(knee.rate_scale * len(trace.arrivals) / trace.duration_s)
             data[f"{thousands}k"] = rates
             rows.append((f"{thousands}k", f"{published:g}", f"{rates[0]:.2f}", f"{published_vllm:g}", f"{rates[1]:.2f}",

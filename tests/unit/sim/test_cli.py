@@ -94,6 +94,29 @@ def test_compare_and_knee_leave_their_page(command: list[str], tmp_path: Path) -
     assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").iterdir()}, "made once"
 
 
+def test_a_knee_below_the_search_is_shown_beside_those_that_are_there(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [
+        "knee", "--policy", "random", "--ttft-slo", "1ms", "--ttft-slo", "60s", "--tbt-slo", "60s", "--trace",
+        str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10", "--prefill", "1", "--decode", "1", "--profile",
+        profile_file(tmp_path, quick()), "--jobs", "1", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, (result.output, result.exception)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<td>below 0.25</td>" in page and "<td>≥ 8.00</td>" in page
+    first, second = json.loads((tmp_path / "out" / "result.json").read_text())["knees"]
+    assert first["rate_scale"] is None and second["is_open"] and second["rate_scale"] > 7.8
+
+
+def test_what_nobody_had_is_no_number(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [
+        "run", "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10", "--prefill", "1", "--decode", "1",
+        "--profile", profile_file(tmp_path, quick()), "--admission", "slo", "--ttft-slo", "1ms", "--out",
+        str(tmp_path / "out")])
+    assert result.exit_code == 0, (result.output, result.exception)
+    numbers = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert numbers["completed"] == 0 and numbers["ttft_s"]["mean"] is None and numbers["tbt_s"]["p99"] is None
+    assert numbers["long_ttft_p99_s"] is None and "<td>–</td>" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper, "_FIG9_S", 6.0)
     for name in paper.TRACES:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from load.sim import many, pool
 from load.sim.experiment import RunOptions
 from load.sim.many import Ran, Run, Search, Shelf, Source, compare, find_all, find_knees
 from load.sim.outcome import Distribution, Summary
-from shared.errors import UserError
 from tests.unit.sim.builders import profile_file, quick
 
 
@@ -138,9 +138,11 @@ def test_a_search_finds_the_last_good_rate_within_a_dozen_runs(knee: int, guess:
     assert [rate for rate, _ in found.tried] == rates
 
 
-def test_no_rate_low_enough_is_said() -> None:
-    with pytest.raises(UserError, match=r"not even 0\.25x"):
-        find_knees(Search(Source("t.jsonl"), RunOptions(), ("30s",)), lambda run: _ran(run, 0.0))
+def test_knees_outside_the_search_are_said() -> None:
+    search = Search(Source("t.jsonl"), RunOptions(), ("30s",))
+    (none,), (beyond,) = (find_knees(search, lambda run, share=share: _ran(run, share)) for share in (0.0, 1.0))
+    assert none.rate_scale is None and none.ran.run.options.rate_scale == pytest.approx(0.25, rel=0.02)
+    assert not none.is_open and beyond.is_open and beyond.rate_scale == pytest.approx(8.0, rel=0.02)
 
 
 def test_nobody_wants_the_rest_of_an_interrupted_task() -> None:
@@ -154,7 +156,7 @@ def test_nobody_wants_the_rest_of_an_interrupted_task() -> None:
 
 
 def _ran(run: Run, share: float) -> Ran:
-    zero = Distribution(0.0, 0.0, 0.0, 0.0)
+    zero = Distribution.of(np.array([]))
     return Ran(run=run, shares={"30s": share}, is_given_up=share < 0.9, ttft_s=[], tbt_s=[], summary=Summary(
         requests=1, accepted=1, rejected={}, failed=0, completed=1, ttft_s=zero, tbt_s=zero, slo_share=share,
         ttft_share=share, tbt_share=share, prompt_tokens=0, hit_tokens=0, transferred_bytes=0, pulled_bytes=0,
