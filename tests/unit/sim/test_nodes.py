@@ -156,6 +156,16 @@ def test_a_request_beyond_its_bound_is_turned_away_before_it_costs_anything() ->
     assert cluster.busy_s == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("bound_s", "completed"), [(8.0, 3), (2.0, 1)])
+def test_a_request_waits_for_room_in_decode_while_it_would_be_in_time(bound_s: float, completed: int) -> None:
+    jobs = [job(0, 0.0, 100, output=100), job(1, 0.3, 900, output=50), job(2, 0.5, 900, output=20)]
+    cluster = run(jobs, profile=quick(), objective=Objective(ttft_s=bound_s, tbt_s=1.0), policy="moonbus",
+                  admission="slo", asks_slo=True)
+    assert cluster.outcomes.completed == completed and cluster.outcomes.rejected["capacity"] == 3 - completed
+    assert all(one.first_s - one.at_s <= bound_s for one in jobs if one.first_s >= 0)
+    assert all((one.waits > 1) == (completed == 3) for one in jobs[1:])
+
+
 def test_the_profile_knows_its_own_inverse() -> None:
     profile = quick(prefill_per_token2_s=1e-6)
     assert profile.tokens_by(100, profile.compute_s(100, 900)) == pytest.approx(900)
