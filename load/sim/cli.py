@@ -6,6 +6,7 @@ A trace that cannot be read ends with exit code 2, before anything is written; o
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +65,8 @@ from shared.version import product_version
 _BAD_TRACE = 2
 _INTERRUPTED = 130
 _STAND_IN = "toolagent_like"
+_RUNS = "runs"
+"""Of a grid's folder: where its finished runs are kept."""
 _MOST_COLUMNS = 10
 """Of a table on the terminal."""
 _SEEDS = "Means over the seeds."
@@ -164,10 +167,12 @@ def run_command(
     plots.require()
     read = load_trace(trace, limit=limit, block_tokens=block_tokens)
     check(options, read)
+    directory = _directory(out, f"{read.name}-{_what(options)}", json)
     with _progress() as bar:
         result = simulate(read, options, progress=bar)
     table = result.outcomes.table()
-    page = Page(title=f"{label(read.name)} at {rate_scale:g}x, {_what(options)}", facts=_facts(options),
+    page = Page(title=f"{label(read.name)} at {rate_scale:g}x, {_what(options)}",
+                facts=_facts(options, limit=limit, block_tokens=block_tokens),
                 tables=[_summary_table({_what(options): result.summary})])
     page.figures = {
         "latency": ("Time to first token and time between tokens", figures.distributions(
@@ -175,7 +180,7 @@ def run_command(
         "load": ("Load of the two pools over time", figures.load_curve(result)),
         "lengths": ("Time to first token by prompt length", figures.lengths(result)),
     }
-    _finish(_directory(out, f"{read.name}-{_what(options)}"), page, run_data(result), json)
+    _finish(directory, page, run_data(result), json)
 
 
 @_command("compare")
@@ -202,7 +207,7 @@ def compare_command(
                       queue=queue, ttft_slo=ttft_slo, tbt_slo_s=_seconds("--tbt-slo", tbt_slo), conductors=conductors,
                       message_delay_s=_seconds("--message-delay", message_delay))
     names, rates, seeds = policy or list(POLICIES), rate_scale or [1.0], seed or [0]
-    directory = _directory(out, "compare")
+    directory = _directory(out, "compare", json, resume=resume)
     bases = [replace(base, policy=name, rate_scale=rate) for name in names for rate in rates]
     places = [(source, rate, name, one_seed) for source in _sources(trace, limit, block_tokens, bases)
               for rate in rates for name in names for one_seed in seeds]
@@ -215,7 +220,8 @@ def compare_command(
             source, rate, name, one_seed = places[position]
             ended(f"{source.name} {rate:g}x {name} seed {one_seed}: mean TTFT "
                   f"{cell(ran.summary.ttft_s.mean, '.2f')} s")
-    page = Page(title="Policies side by side", facts=_facts(base, seeds))
+    page = Page(title="Policies side by side", facts=_facts(
+        base, seeds, names, limit=limit, block_tokens=block_tokens))
     columns: dict[str, dict[str, list[Ran]]] = {}
     for place in places:
         source, rate, name, _ = place
@@ -268,7 +274,7 @@ def knee_command(
                       rate_scale=rate_scale, ttft_slo=bounds[0], tbt_slo_s=_seconds("--tbt-slo", tbt_slo),
                       conductors=conductors, message_delay_s=_seconds("--message-delay", message_delay))
     names, seeds = policy or [OURS], seed or [0]
-    directory = _directory(out, "knee")
+    directory = _directory(out, "knee", json, resume=resume)
     bases = [replace(base, policy=name, ttft_slo=bound) for name in names for bound in bounds]
     places = [(source, name, one_seed) for source in _sources(trace, limit, block_tokens, bases)
               for name in names for one_seed in seeds]
@@ -287,7 +293,8 @@ def knee_command(
             found.setdefault((source.name, name, knee.bound), []).append(knee)
     page = Page(title=f"Highest rate with {good:.0%} inside TTFT {' or '.join(bounds)} and TBT {tbt_slo}",
                 facts=[(name, f"TTFT {' or '.join(bounds)}, TBT {tbt_slo}" if name == "bounds" else value)
-                       for name, value in _facts(base, seeds)])
+                       for name, value in _facts(replace(base, rate_scale=1.0), seeds, names, limit=limit,
+                                                     block_tokens=block_tokens)])
     stems = list(dict.fromkeys(path.stem for path in trace))
     for bound in bounds:
         rows = []
@@ -330,6 +337,7 @@ def paper_command(
         if name not in paper.PARTS:
             raise UserError(f"--part {name}: there are {', '.join(paper.PARTS)}")
     reads = {name: load_trace(traces / f"{name}.jsonl", limit=limit) for name in paper.TRACES}
+    directory = _directory(out, "paper", json)
     console = Console(stderr=True, highlight=False)
     runs = paper.Paper(reads, RunOptions(profile=profile, seed=seed), console.print)
     page = Page(title="Published and simulated", facts=[("profile", profile), ("seed", str(seed)), _made()])
@@ -339,7 +347,7 @@ def paper_command(
         page.tables += outcome.tables
         page.figures |= outcome.figures
         data |= outcome.data
-    _finish(_directory(out, "paper"), page, data, json)
+    _finish(directory, page, data, json)
 
 
 @_command("fit")
@@ -413,11 +421,46 @@ def _what(options: RunOptions) -> str:
     return f"{options.policy}{queue}"
 
 
-def _facts(options: RunOptions, seeds: Sequence[int] = ()) -> list[tuple[str, str]]:
-    nodes = f"{options.coupled} coupled" if options.coupled else f"{options.prefill} prefill, {options.decode} decode"
-    return [("nodes", nodes), ("profile", options.profile), ("admission", options.admission),
-            ("bounds", f"TTFT {options.ttft_slo}, TBT {format_seconds(options.tbt_slo_s)}"),
-            ("seed", ", ".join(map(str, seeds or (options.seed,)))), _made()]
+def _facts(options: RunOptions, seeds: Sequence[int] = (), names: Sequence[str] = (), *, limit: int | None,
+           block_tokens: int) -> list[tuple[str, str]]:
+    """What was run: what always matters, and every other option that is not the usual one.
+
+    ``names`` are the policies that ``options`` were run with, when they are several.
+    """
+    each = [replace(options, policy=name) for name in names or (options.policy,)]
+    if options.coupled:
+        facts = [("nodes", f"{options.coupled} coupled"), ("profile", options.profile)]
+    else:
+        facts = [("nodes", f"{options.prefill} prefill, {options.decode} decode"), ("profile", options.profile),
+                 ("policy", ", ".join(one.policy for one in each)), ("admission", options.admission),
+                 ("order in prefill queues", _by_policy(each, lambda one: one.queue_name)),
+                 ("roles", _by_policy(each, lambda one: "by need (elastic)" if one.is_elastic else "fixed"))]
+    facts += [("bounds", f"TTFT {options.ttft_slo}, TBT {format_seconds(options.tbt_slo_s)}"),
+              ("seed", ", ".join(map(str, seeds or (options.seed,))))]
+    usual = RunOptions()
+    facts += [(name.removesuffix("_s").replace("_", " "), form(getattr(options, name)))
+              for name, form in _TOLD.items() if getattr(options, name) != getattr(usual, name)]
+    if limit is not None:
+        facts.append(("limit", f"the first {limit} requests"))
+    if block_tokens != MOONCAKE_BLOCK_TOKENS:
+        facts.append(("block tokens", str(block_tokens)))
+    return [*facts, _made()]
+
+
+_TOLD: dict[str, Callable[[Any], str]] = {
+    "prefix_cache": lambda is_on: "on" if is_on else "off", "chunk_tokens": str, "pipeline": str,
+    "nic_gbps": "{:g}".format, "dram_tokens": "{:,}".format, "ssd_tokens": "{:,}".format, "cache_policy": str,
+    "rate_scale": "{:g}x".format, "output_tokens": str, "repeat": "{} times".format, "conductors": str,
+    "message_delay_s": format_seconds, "faults": lambda faults: ", ".join(map(str, faults))}
+"""{option that a page names where it is not the usual one: its form}."""
+
+
+def _by_policy(each: Sequence[RunOptions], value: Callable[[RunOptions], str]) -> str:
+    found: dict[str, list[str]] = {}
+    for options in each:
+        found.setdefault(value(options), []).append(options.policy)
+    return next(iter(found)) if len(found) == 1 else "; ".join(
+        f"{one} for {', '.join(those)}" for one, those in found.items())
 
 
 def _made() -> tuple[str, str]:
@@ -446,9 +489,32 @@ def _sources(traces: Sequence[Path], limit: int | None, block_tokens: int,
     return sources
 
 
-def _directory(out: Path | None, what: str) -> Path:
+def _directory(out: Path | None, what: str, json: Path | None, *, resume: bool = False) -> Path:
+    """Where everything goes; raises :class:`UserError` when that or ``json`` cannot be written, before anything runs.
+
+    So it does when there is nothing there to resume.
+    """
+    if resume and out is None:
+        raise UserError("--resume: say with --out FOLDER which folder's runs to go on with")
+    if resume and out is not None and not (out / _RUNS).is_dir():
+        raise UserError(f"--resume: {out / _RUNS} is no folder, so there is nothing to go on with; leave --resume out "
+                        "to begin anew")
+    if json is not None:
+        if json.is_dir():
+            raise UserError(f"--json {json}: that is a folder; give the path of a file")
+        _check_folder("--json", json.parent)
+    if out is not None:
+        _check_folder("--out", out)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return out or Path("load/results") / f"sim-{what.replace(' ', '_').replace(',', '')}-{stamp}"
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{option}: {there} is no folder, so nothing can be written to {folder}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {there} cannot be written to; give another place")
 
 
 def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | None) -> None:
@@ -476,7 +542,7 @@ def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | N
 def _grid(directory: Path, what: str, count: int, *,
           resume: bool) -> Iterator[tuple[Shelf, Callable[[str], None], Tick]]:
     """Where finished runs are kept, whom to tell of each that ended, and of simulated requests; a bar meanwhile."""
-    folder = directory / "runs"
+    folder = directory / _RUNS
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,17 @@ class RunOptions:
     faults: tuple[Fault, ...] = ()
 
     @property
+    def queue_name(self) -> str:
+        """Order of the prefill queues: that asked for, or else the policy's; others' are run as published, first come,
+        first served."""
+        return self.queue or ("bounded" if self.policy == OURS else "fcfs")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes change roles."""
+        return self.policy == OURS and self.pipeline == 1 if self.elastic is None else self.elastic
+
+    @property
     def asks_slo(self) -> bool:
         """Whether requests bring their bounds, so that what becomes of them depends on these."""
         return self.admission != "none"
@@ -171,8 +182,8 @@ def simulate(trace: Trace, options: RunOptions, *, bounds: Sequence[str] = (), p
 
 
 def order_of(options: RunOptions) -> Order:
-    """The order of the prefill queues: others' policies are run as published, first come, first served."""
-    name, *amounts = (options.queue or ("bounded" if options.policy == OURS else "fcfs")).split(":")
+    """The order of the prefill queues."""
+    name, *amounts = options.queue_name.split(":")
     numbers = [_amount(options.queue, amount) for amount in amounts]
     match name, numbers:
         case "fcfs", []:
@@ -236,7 +247,7 @@ def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) ->
         nic_gbps=options.nic_gbps, dram_tokens=options.dram_tokens, ssd_tokens=options.ssd_tokens,
         cache_policy=options.cache_policy,
         pipeline=options.pipeline, conductors=options.conductors,
-        elastic=options.policy == OURS and options.pipeline == 1 if options.elastic is None else options.elastic,
+        elastic=options.is_elastic,
         message_delay_s=options.message_delay_s, seed=options.seed, asks_slo=options.asks_slo,
         rechecks=options.admission != "none" and options.policy != OURS)
 

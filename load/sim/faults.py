@@ -37,6 +37,12 @@ class Fault:
     end_s: float
     amount: float
 
+    def __str__(self) -> str:
+        """As it is written."""
+        end = f"-{self.end_s:g}" if math.isfinite(self.end_s) else ""
+        amount = f"x{self.amount:g}" if self.kind != "crash" else ""
+        return f"{self.kind}:{self.node}@{self.start_s:g}{end}{amount}"
+
     def check(self, nodes: Sequence[str]) -> None:
         """Raises :class:`UserError` when it names a node that is not among ``nodes``."""
         if self.kind != "lose" and self.node not in nodes:

@@ -41,6 +41,35 @@ def test_run_leaves_page_figures_and_numbers(tmp_path: Path) -> None:
     assert "data:image/png;base64" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_the_page_names_every_option_that_is_not_the_usual_one(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [
+        "run", "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10", "--prefill", "1", "--decode", "1",
+        "--profile", profile_file(tmp_path, quick()), "--limit", "3", "--conductors", "2", "--message-delay", "5ms",
+        "--fault", "slow:prefill-1@1-4x2.5", "--dram-tokens", "5000", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, (result.output, result.exception)
+    page = (tmp_path / "out" / "report.html").read_text()
+    for name, value in (("policy", "moonbus"), ("order in prefill queues", "bounded"), ("roles", "by need (elastic)"),
+                        ("limit", "the first 3 requests"), ("conductors", "2"), ("message delay", "5.0 ms"),
+                        ("faults", "slow:prefill-1@1-4x2.5"), ("dram tokens", "5,000"), ("block tokens", "10")):
+        assert f"<td>{name}</td><td>{value}</td>" in page, name
+    assert "<td>cache policy</td>" not in page
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["compare", "--resume"], "--resume: say with --out FOLDER"),
+    (["knee", "--resume", "--out", "OUT"], "--resume: OUT/runs is no folder"),
+    (["compare", "--json", "THERE"], "--json THERE: that is a folder"),
+    (["run", "--json", "THERE/t.jsonl/n.json"], "--json: THERE/t.jsonl is no folder")])
+def test_where_to_write_is_looked_at_first(arguments: list[str], said: str, tmp_path: Path) -> None:
+    def placed(text: str) -> str:
+        return text.replace("OUT", str(tmp_path / "out")).replace("THERE", str(tmp_path))
+
+    result = CliRunner().invoke(app, [
+        *map(placed, arguments), "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10"])
+    assert isinstance(result.exception, UserError) and placed(said) in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_malformed_line_is_named_with_exit_code_2_and_nothing_is_written(tmp_path: Path) -> None:
     path = rows(tmp_path / "t.jsonl", 2)
     path.write_text(path.read_text() + '{"timestamp": 900, "input_length": "long", "output_length": 4}\n')
