@@ -363,7 +363,8 @@ def fit_command(
     """
     info, records = read_run(directory)
     source = f"Fitted to {len(records)} requests of {info.trace} on {info.model}, {directory.name}."
-    profile, fits = fit_profile(records, read_profile(like), name=to.stem, source=source)
+    model = read_profile(like)
+    profile, fits = fit_profile(records, model, name=to.stem, source=source)
     to.parent.mkdir(parents=True, exist_ok=True)
     write_file(to, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
     grid = Grid("model", "observations", "median error")
@@ -371,7 +372,13 @@ def fit_command(
         grid.add_row(one.model, str(one.observations), f"{one.median_error:.1%}")
     console = Console()
     console.print(grid)
-    console.print(f"profile: {to}; everything else is that of {like}", soft_wrap=True, highlight=False)
+    for warning in (text for one in fits for text in one.warnings()):
+        console.print(f"warning: {warning}", soft_wrap=True, highlight=False)
+    taken = [f"{name} {value}" for name, value in msgspec.structs.asdict(profile).items()
+             if value == getattr(model, name)]
+    console.print(f"taken from {like}, since the run does not tell: {', '.join(taken)}", soft_wrap=True,
+                  highlight=False)
+    console.print(f"profile: {to}", soft_wrap=True, highlight=False)
 
 
 def label(name: str) -> str:

@@ -27,6 +27,13 @@ from shared.messages import Stages
 
 _FEWEST = 8
 """Observations below which a model is not fitted."""
+_MOST_ERROR = 0.2
+"""Median error above which a fit is warned of."""
+_LEAST_TOKEN_S = 1e-9
+"""What a prompt's token costs at least: simulations ask how many tokens are done after a time."""
+_COSTS = {"prefill": ("the cost of a prompt", "the cost of a token", "the cost of a token squared"),
+          "decode": ("the cost of a step", "the cost of a request", "the cost of a token of context"),
+          "transfer": ("the cost of a transfer", "the cost of a byte")}
 
 _Array = npt.NDArray[np.float64]
 
@@ -39,6 +46,18 @@ class Fitted:
     observations: int
     median_error: float
     """Median of |fitted - observed| / observed."""
+    costs: tuple[tuple[str, float], ...]
+    """(what, seconds) of each cost; 0 where the fit found none."""
+
+    def warnings(self) -> list[str]:
+        """What to doubt about it, one line each."""
+        found = []
+        if self.median_error > _MOST_ERROR:
+            found.append(f"{self.model}: half of the {self.observations} observations are off by more than "
+                         f"{self.median_error:.0%}; do not trust what is simulated with it")
+        found += [f"{self.model}: {what} came out as 0; the run may have been too short or too uniform to tell"
+                  for what, seconds in self.costs if not seconds]
+        return found
 
 
 def fit_profile(records: Sequence[RunRecord], like: NodeProfile, *, name: str,
@@ -54,6 +73,8 @@ def fit_profile(records: Sequence[RunRecord], like: NodeProfile, *, name: str,
         seconds = np.array([stages.prefill_s for _, stages in staged])
         features = np.stack([np.ones_like(tokens), tokens - hits, tokens ** 2 - hits ** 2], axis=1)
         fixed, linear, square = _fit("prefill", features, seconds, fits)
+        if not linear + square > 0:
+            linear = _LEAST_TOKEN_S
         changes |= {"prefill_fixed_s": fixed, "prefill_per_token_s": linear, "prefill_per_token2_s": square,
                     "reuse_fixed_s": 0.0, "reuse_per_token_s": 0.0}
     features, seconds = _steps([record for record, _ in known])
@@ -117,5 +138,6 @@ def _fit(model: str, features: _Array, seconds: _Array, fits: list[Fitted]) -> l
             break
         kept.pop(int(np.argmin(solved * scale)))
     errors = np.abs(rows @ coefficients - target)
-    fits.append(Fitted(model, len(target), float(np.median(errors))))
-    return [float(value) for value in coefficients]
+    found = [float(value) for value in coefficients]
+    fits.append(Fitted(model, len(target), float(np.median(errors)), tuple(zip(_COSTS[model], found, strict=True))))
+    return found

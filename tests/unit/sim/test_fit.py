@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from load.record import RunRecord
-from load.sim.fit import fit_profile
+from load.sim.fit import Fitted, fit_profile
 from shared.errors import UserError
 from shared.messages import Stages
 from tests.unit.sim.builders import PROFILE
@@ -39,6 +39,21 @@ def test_known_costs_are_found() -> None:
     assert profile.nic_bytes_per_s() == pytest.approx(1e8, rel=1e-2)
     assert {fit.model for fit in fits} == {"prefill", "decode", "transfer"}
     assert all(fit.median_error < 0.01 for fit in fits)
+
+
+def test_what_is_doubtful_is_warned_of() -> None:
+    rng = random.Random(4)
+    records = [msgspec.structs.replace(record(i, rng), headers={"stages": msgspec.json.encode(Stages(
+        prefill_s=rng.choice((0.01, 1.0)))).decode()}) for i in range(60)]
+    profile, fits = fit_profile(records, PROFILE, name="mine", source="a test")
+    (prefill,) = (fit for fit in fits if fit.model == "prefill")
+    assert any("of the 60 observations are off by more than" in text for text in prefill.warnings())
+    assert profile.prefill_per_token_s + profile.prefill_per_token2_s > 0
+    good = fit_profile([record(i, rng) for i in range(60)], PROFILE, name="mine", source="a test")[1]
+    assert not next(fit for fit in good if fit.model == "prefill").warnings()
+    flat = Fitted("decode", 60, 0.01, (("the cost of a step", 0.02), ("the cost of a request", 0.0)))
+    assert flat.warnings() == [
+        "decode: the cost of a request came out as 0; the run may have been too short or too uniform to tell"]
 
 
 def test_records_that_tell_nothing_are_refused_with_the_numbers() -> None:
