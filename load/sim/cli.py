@@ -20,6 +20,7 @@ from typing import Annotated, Any, ParamSpec
 import msgspec
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -69,6 +70,7 @@ _RUNS = "runs"
 """Of a grid's folder: where its finished runs are kept."""
 _MOST_COLUMNS = 10
 """Of a table on the terminal."""
+_ANY_WIDTH = 10_000
 _SEEDS = "Means over the seeds."
 
 app = typer.Typer(help="Simulate a cluster on a trace, with the conductor that runs in production.",
@@ -531,18 +533,27 @@ def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | N
     for table in page.tables:
         if len(table.rows) > 1 and len(table.heads) > _MOST_COLUMNS:
             continue  # only readable on the page
-        if len(table.rows) == 1:  # one run reads better downwards
-            grid = Grid("", table.rows[0][0], title=table.title, title_justify="left")
-            for head, cell in zip(table.heads[1:], table.rows[0][1:], strict=True):
-                grid.add_row(head, cell)
-        else:
-            grid = Grid(*table.heads, title=table.title, title_justify="left")
-            for row in table.rows:
-                grid.add_row(*row)
-        console.print(grid)
+        _show(console, table)
         if table.note:
             console.print(table.note, highlight=False)
     console.print(f"report: {directory / PAGE_FILE}", soft_wrap=True, highlight=False)
+
+
+def _show(console: Console, table: Table) -> None:
+    """As wide as it is where there is room, else with rows and columns exchanged, else a paragraph a row."""
+    lines = [table.heads, *table.rows]
+    turned = list(zip(*lines, strict=True))
+    for first, *others in ((turned,) if len(table.rows) == 1 else (lines, turned)):  # one run reads better downwards
+        grid = Grid(*first, title=table.title, title_justify="left")
+        for row in others:
+            grid.add_row(*row)
+        if Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), grid).maximum <= console.width:
+            console.print(grid)
+            return
+    console.print(table.title, style="italic")
+    for name, *cells in table.rows:
+        told = [f"{head} {text}" for head, text in zip(table.heads[1:], cells, strict=True) if text]
+        console.print(f"{name}: {', '.join(told)}", highlight=False)
 
 
 @contextmanager

@@ -139,6 +139,7 @@ class Paper:
     def _fig10(self) -> Outcome:
         """Local against global cache: 10 prefill nodes of 3 M tokens, answers of one token."""
         rows, data = [], {}
+        drawn: dict[str, list[float | None]] = {}
         for trace in self._traces:
             changes: dict[str, object] = {
                 "prefill": 10, "output_tokens": 1, "dram_tokens": 3_000_000, "elastic": False}
@@ -151,16 +152,21 @@ class Paper:
                 share = 100 * summary.hit_tokens / max(summary.prompt_tokens, 1)
                 value = summary.prefill_compute_s
                 data[f"{trace}/{name}"] = {"hit_percent": share, "prefill_s": value}
+                if hit is not None:
+                    drawn.setdefault(f"{name}, published", []).append(hit)
+                drawn.setdefault(f"{name}, simulated", []).append(share)
                 rows.append((_SHORT[trace], name, _number(hit), f"{share:.1f}", _number(prefill_s), f"{value:.2f}",
                              _deviation(value, prefill_s) if prefill_s else ""))
         heads = ("workload", "cache", "hit % published", "simulated", "prefill, s published", "simulated", "deviation")
         note = ("The paper's rule for the local cache is not published; ours routes by queue and own prefix, which "
                 "finds more. Its blocks are smaller than the trace's 512 tokens, so its hits are a little more.")
-        return Outcome([Table("FAST'25 figure 10: local and global cache", heads, rows, note)], {}, {"fig10": data})
+        figure = figures.bars([_SHORT[trace] for trace in self._traces], drawn, unit="percent of prompt tokens reused")
+        return Outcome([Table("FAST'25 figure 10: local and global cache", heads, rows, note)],
+                       {"fig10": ("Figure 10: what is reused", figure)}, {"fig10": data})
 
     def _slo(self) -> Outcome:
         """Share of requests inside TTFT 30 s and a TBT threshold, at the trace's rate."""
-        rows, data = [], {}
+        rows, data, drawn = [], {}, {}
         for trace in self._traces:
             runs = (("Mooncake", self._simulate(trace, policy=_THEIRS)),
                     *zip(("vLLM", "vLLM, prefix cache", "vLLM, chunked"), self._coupled(trace), strict=True),
@@ -172,10 +178,15 @@ class Paper:
                 pairs = zip(published, shares, strict=True)
                 rows.append((_SHORT[trace], name, *(text for said, share in pairs for text in (
                     _number(said), f"{share:.1f}"))))
+            names = [name for name, _ in runs]
+            drawn[f"slo-{trace}"] = (f"Inside TTFT 30 s and TBT 100 ms: {_SHORT[trace]}", figures.bars(names, {
+                "published": [of[0] for of in _SLO[trace]] + [None] * (len(names) - len(_SLO[trace])),
+                "simulated": [data[f"{trace}/{name}"][0] for name in names]}, unit="percent of all requests"))
         heads = ("workload", "system", "100 ms: published", "simulated", "200 ms: published", "simulated",
                  "300 ms: published", "simulated")
         note = "Percent of all requests; 8 prefill and 8 decode nodes against 16 instances, at the trace's own rate."
-        return Outcome([Table("FAST'25 section 5.2: effective request capacity", heads, rows, note)], {}, {"slo": data})
+        return Outcome([Table("FAST'25 section 5.2: effective request capacity", heads, rows, note)], drawn,
+                       {"slo": data})
 
     def _grid(self) -> Outcome:
         """Long contexts: 3 prefill nodes and 1 decode node against 4 instances."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from load.sim import paper
-from load.sim.cli import app, label
+from load.sim.cli import _show, app, label
+from load.sim.page import Table
 from shared.errors import UserError
 from tests.unit.sim.builders import profile_file, quick
 
@@ -159,7 +162,8 @@ def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path, monkeyp
     assert numbers.keys() == set(paper.PARTS) - {"grid"}
     page = (tmp_path / "out" / "report.html").read_text()
     assert "19.65" in page and "3589" in page
-    assert (tmp_path / "out" / "figures" / "fig5.png").exists()
+    assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} >= {
+        "fig5", "fig8", "fig10", *(f"slo-{name}" for name in paper.TRACES)}
     result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), "--part", "fig99"])
     assert isinstance(result.exception, UserError) and "there are fig5" in str(result.exception)
 
@@ -171,6 +175,16 @@ def test_the_grid_of_long_contexts_has_half_of_each_prompt_shared() -> None:
     same = [one for one in trace.arrivals if one.hash_ids[0] == first]
     assert len(same) > 1 and all(one.hash_ids[15] == shared for one in same)
     assert len({one.hash_ids[16] for one in trace.arrivals}) == len(trace.arrivals)
+
+
+@pytest.mark.parametrize(("width", "said"), [(60, "┃ first ┃"), (33, "│ first "), (20, "one: first 12")])
+def test_a_table_is_shown_in_the_room_there_is(width: int, said: str) -> None:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    _show(console, Table("Three", ("name", "first", "second", "third head"), [
+        ("one", "12", "1234567890", "1"), ("two", "3", "4", "5")]))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert said in text and "1234567890" in text and "…" not in text
 
 
 def test_the_stand_in_is_called_one() -> None:
