@@ -552,7 +552,7 @@ def _show(console: Console, table: Table) -> None:
             return
     console.print(table.title, style="italic")
     for name, *cells in table.rows:
-        told = [f"{head} {text}" for head, text in zip(table.heads[1:], cells, strict=True) if text]
+        told = [f"{head} {text or '–'}" for head, text in zip(table.heads[1:], cells, strict=True)]
         console.print(f"{name}: {', '.join(told)}", highlight=False)
 
 
