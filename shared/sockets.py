@@ -30,7 +30,11 @@ class SharedDirectory:
     def __init__(self) -> None:
         self.path = private_directory()
         self._owner = socket.socket(socket.AF_UNIX)
-        self._owner.bind(os.path.join(self.path, "owner.sock"))  # while it lives, an old directory is not a left one
+        try:  # while it lives, an old directory is not a left one
+            self._owner.bind(os.path.join(self.path, "owner.sock"))
+        except OSError:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> SharedDirectory:
         return self

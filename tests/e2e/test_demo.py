@@ -128,11 +128,11 @@ async def test_a_second_signal_stops_at_once_and_a_killed_launcher_takes_everyth
 
         await eventually(draining, "the first signal is heard", timeout_s=30)
         process.send_signal(signal.SIGINT)
-        await asyncio.wait_for(process.communicate(), 10)
+        await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0
         assert all(gone(pid) for pid in children_of(stack))
     async with up(data_dir, *flags) as (process, stack):
         process.kill()
         await process.communicate()
-        await eventually(lambda: all(gone(pid) for pid in children_of(stack)), "the children are gone", timeout_s=15)
+        await eventually(lambda: all(gone(pid) for pid in children_of(stack)), "the children are gone", timeout_s=60)
         assert find_stack(data_dir) is None

@@ -13,11 +13,11 @@ class Eventually(Protocol):
     """The shape of :func:`eventually`."""
 
     async def __call__(self, condition: Callable[[], Any | Awaitable[Any]], message: str = "", *,
-                       timeout_s: float = 5.0) -> Any: ...
+                       timeout_s: float = 30.0) -> Any: ...
 
 
 async def eventually(condition: Callable[[], Any | Awaitable[Any]], message: str = "", *,
-                     timeout_s: float = 5.0) -> Any:
+                     timeout_s: float = 30.0) -> Any:
     """Asks ``condition`` (plain or async) until it is true and returns what it said.
 
     Fails with ``message`` and its last answer after ``timeout_s`` seconds.

@@ -55,9 +55,24 @@ def test_a_new_directory_takes_the_place_of_those_of_dead_processes(
         assert set(tmp_path.iterdir()) == {used, young, new}
 
 
-def test_a_shared_directory_is_kept_as_long_as_its_owner_lives(
+def test_a_shared_directory_is_kept_as_long_as_its_owner_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    # names of sockets are short: pytest's own directory, or one below it, may be too long already
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        _outlives_its_users()
+
+
+def test_a_directory_whose_name_is_too_long_for_sockets_leaves_nothing_behind(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(OSError, match="too long"):
+        sockets.SharedDirectory()
+    assert not list(long.iterdir())
+
+
+def _outlives_its_users() -> None:
     with sockets.SharedDirectory() as shared:
         path = Path(shared.path)
         bound(path / "left.sock").close()
