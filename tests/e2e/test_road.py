@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from services import cli
 from shared.bus.subjects import LINEAGE
 from shared.messages import LineageQuery, LineageReply
+from tests.support.command import moonbus
 from tests.support.eventually import eventually
 from tests.support.stack import RunningStack, running_stack
 
@@ -202,11 +202,7 @@ async def test_a_request_and_a_rejection_explain_themselves(
     monkeypatch.setenv("COLUMNS", "80")
 
     async def explained(name: str) -> str:
-        def run() -> None:
-            with pytest.raises(SystemExit):
-                cli.main(["explain", name, "--nats-url", stack.state.nats_url])
-
-        await asyncio.to_thread(run)
+        await asyncio.to_thread(moonbus, "explain", name, "--nats-url", stack.state.nats_url)
         return " ".join(capsys.readouterr().out.split())
 
     placed = await ask(stack, "Explained. " + TEXT)

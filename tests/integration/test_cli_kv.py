@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 
 from load.bench.catalog_feed import Feed
-from services import cli
 from services.store_manager.queries import Queries
 from shared.bus.nats import NatsBus
 from shared.bus.streams import CATALOG_CONSUMER, STREAMS
@@ -21,6 +20,7 @@ from shared.catalog.repository import Catalog
 from shared.catalog.session import connect
 from shared.clock import SystemClock
 from shared.messages import RequestDone, Stored
+from tests.support import command
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 
@@ -30,13 +30,8 @@ def moonbus(nats_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """Runs ``moonbus kv ARGUMENTS`` in a thread, eighty columns wide; exit code, output and errors."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def main(arguments: list[str]) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["kv", *arguments, "--nats-url", nats_url])
-        return ended.value.code or 0  # type: ignore[return-value]
-
     async def run(*arguments: str) -> tuple[int, str, str]:
-        code = await asyncio.to_thread(main, list(arguments))
+        code = await asyncio.to_thread(command.moonbus, "kv", *arguments, "--nats-url", nats_url)
         said = capsys.readouterr()
         if not {"--json", "--html"} & set(arguments):
             assert all(len(line) <= 80 for line in said.out.splitlines()), said.out

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 from opentelemetry import context as trace_context
 
-from services import cli
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import (
@@ -54,6 +53,7 @@ from shared.messages import (
     WorkersQuery,
 )
 from shared.telemetry import tracing
+from tests.support.command import moonbus
 from tests.support.eventually import Eventually
 
 BLOCK_TOKENS = 16
@@ -330,12 +330,7 @@ async def test_advice_is_for_people_and_programs(
     monkeypatch.setenv("COLUMNS", "80")
 
     async def advise(*flags: str) -> str:
-        def run() -> None:
-            with pytest.raises(SystemExit) as ended:
-                cli.main(["advise", "--nats-url", nats_url, *flags])
-            assert not ended.value.code
-
-        await asyncio.to_thread(run)
+        assert not await asyncio.to_thread(moonbus, "advise", "--nats-url", nats_url, *flags)
         return capsys.readouterr().out
 
     await start()

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services import cli
 from services.store_manager.queries import Queries
 from shared.bus.nats import NatsBus
 from shared.bus.streams import CATALOG_CONSUMER, STREAMS
@@ -21,6 +20,7 @@ from shared.catalog.session import Database, connect
 from shared.clock import SystemClock
 from shared.ids import ConductorId, GatewayId, Incarnation, RequestId, SpecDigest, WorkerId
 from shared.messages import Candidate, Decision, Placement, Rejection, RequestDone, RequestsQuery
+from tests.support import command
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 
@@ -57,13 +57,8 @@ def moonbus(nats_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """Runs ``moonbus explain ARGUMENTS`` in a thread, eighty columns wide; exit code, output and errors."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def main(arguments: list[str]) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["explain", *arguments, "--nats-url", nats_url])
-        return ended.value.code or 0  # type: ignore[return-value]
-
     async def run(*arguments: str) -> tuple[int, str, str]:
-        code = await asyncio.to_thread(main, list(arguments))
+        code = await asyncio.to_thread(command.moonbus, "explain", *arguments, "--nats-url", nats_url)
         said = capsys.readouterr()
         return code, " ".join(said.out.split()), said.err
 

@@ -9,6 +9,7 @@ from services import cli
 from services.cli.serving import parse_sets
 from services.gateway.settings import Settings as GatewaySettings
 from shared.errors import NoResponders, SettingError, UserError
+from tests.support.command import moonbus
 
 COMMANDS = (
     "up", "demo", "serve", "serve gateway", "serve conductor", "serve prefill", "serve decode",
@@ -21,29 +22,22 @@ COMMANDS = (
 )
 
 
-def run(*arguments: str) -> int:
-    """Exit code of ``moonbus ARGUMENTS``."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*command.split(), "--help") == 0
+    assert moonbus(*command.split(), "--help") == 0
     said = capsys.readouterr().out
     assert "Usage: moonbus" in said
     assert "Example" in said
 
 
 def test_the_help_of_a_service_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    run("serve", "prefill", "--help")
+    moonbus("serve", "prefill", "--help")
     said = capsys.readouterr().out
     assert "chunk_tokens" in said and "MOONBUS_PREFILL_CHUNK_TOKENS" in said
 
 
 def test_defaults_in_the_help_of_up_are_those_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    run("up", "--help")
+    moonbus("up", "--help")
     said = re.sub(r"\s+", " ", capsys.readouterr().out.replace("│", " "))
     assert "smollm2-135m]" in said and "[default: 8000]" in said
 
@@ -56,25 +50,25 @@ def test_defaults_in_the_help_of_up_are_those_of_the_settings(capsys: pytest.Cap
     ("sim run", "Missing option '--trace'"),
 ])
 def test_a_command_line_that_is_wrong_is_one_line(wrong: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*wrong.split()) == 2
+    assert moonbus(*wrong.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"moonbus: {line}") and said.count("\n") == 1
     assert "; see: moonbus" in said
 
 
 def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("kv") == 2
+    assert moonbus("kv") == 2
     said = capsys.readouterr()
     assert "lineage" in said.out + said.err
 
 
 def test_a_user_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("serve", "gateway", "--set", "prot=9") == 1
+    assert moonbus("serve", "gateway", "--set", "prot=9") == 1
     assert capsys.readouterr().err == "moonbus: gateway has no setting prot; did you mean port?\n"
 
 
 def test_a_wrong_value_names_setting_value_and_expectation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("up", "--pool-bytes", "much") == 1
+    assert moonbus("up", "--pool-bytes", "much") == 1
     said = capsys.readouterr().err
     assert said.startswith("moonbus: setting pool_bytes is 'much'; expected") and said.count("\n") == 1
 
@@ -85,7 +79,7 @@ def test_a_bus_without_answer_is_one_line(
         raise NoResponders("mb.v1.conductor.workers")
 
     monkeypatch.setattr(cli, "app", nobody)
-    assert run() == 1
+    assert moonbus() == 1
     assert capsys.readouterr().err == (
         "moonbus: nobody answers on mb.v1.conductor.workers; is the stack running?\n")
 
@@ -96,7 +90,7 @@ def test_a_bug_says_so_and_keeps_its_trace(
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(cli, "app", broken)
-    assert run() == 1
+    assert moonbus() == 1
     said = capsys.readouterr().err
     assert said.startswith("moonbus: this is a bug: ZeroDivisionError: oops") and said.count("\n") == 1
     found = re.search(r"stack trace: (\S+)\)", said)
@@ -111,7 +105,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("services.cli.models.pull", interrupted)
-    assert run("models", "pull", "x") == 130
+    assert moonbus("models", "pull", "x") == 130
 
 
 def test_sets_are_names_and_values() -> None:
