@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from load import plots
 from load.cachesim import show
-from load.cachesim.grid import BELADY, LRU, Cell, Result, Source, cells_of, run
-from load.workload.traces import MOONCAKE_BLOCK_TOKENS, read
+from load.cachesim.grid import BELADY, LRU, Cell, Result, cells_of, run
+from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Source
 from shared.errors import UserError
 from shared.files import write_file
 from shared.store.policies import POLICIES
@@ -55,8 +55,8 @@ def cache_sim(
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UserError(f"{option} {path} cannot be written; give a file in a folder that exists")
     sources = [Source(str(path), block_tokens, limit) for path in trace]
-    for path in trace:
-        read(path, limit=limit, block_tokens=block_tokens)  # all must be sound before hours are spent on one
+    for source in sources:
+        source.read()  # all must be sound before hours are spent on one
 
     started = datetime.now(UTC)
     with _progress() as progress:

@@ -6,32 +6,18 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
-from pathlib import Path
 
 import msgspec
 
 from load.cachesim.belady import Belady, bound
 from load.cachesim.replay import Prompt, infinite, prompts_of, replay
-from load.workload.traces import read
+from load.workload.traces import Source
 from shared.store import policies
 from shared.store.blocks import BlockPool
 from shared.store.policies.lru import Lru
 
 BELADY, INFINITE, LRU = Belady.name, "infinite", Lru.name
 """What policies are compared with; always part of a grid."""
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Which requests: the first ``limit`` of a trace file."""
-
-    path: str
-    block_tokens: int
-    limit: int | None = None
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return Path(self.path).stem
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -112,4 +98,4 @@ def _results(cells: Sequence[Cell], jobs: int) -> Iterator[Result]:
 @lru_cache(maxsize=1)
 def _prompts(source: Source) -> list[Prompt]:
     """Cells of one trace follow each other, so one trace in memory is enough."""
-    return prompts_of(read(Path(source.path), limit=source.limit, block_tokens=source.block_tokens))
+    return prompts_of(source.read())

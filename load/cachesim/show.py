@@ -14,7 +14,8 @@ import msgspec
 from rich.table import Table
 
 from load import plots
-from load.cachesim.grid import BELADY, INFINITE, LRU, Grid, Result, Source
+from load.cachesim.grid import BELADY, INFINITE, LRU, Grid, Result
+from load.workload.traces import Source
 from shared.store.policies import DEFAULT
 from shared.version import product_version
 

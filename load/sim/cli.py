@@ -34,7 +34,7 @@ from rich.table import Table as Grid
 from load import plots
 from load.record import read_run
 from load.sim import figures, paper
-from load.sim.experiment import ORDERS, Result, RunOptions, check, load_trace, simulate
+from load.sim.experiment import ORDERS, Result, RunOptions, check, simulate
 from load.sim.faults import parse_fault
 from load.sim.fit import fit_profile
 from load.sim.many import (
@@ -46,7 +46,6 @@ from load.sim.many import (
     Run,
     Search,
     Shelf,
-    Source,
     compare,
     find_all,
     read_source,
@@ -55,7 +54,7 @@ from load.sim.outcome import Summary
 from load.sim.page import PAGE_FILE, Page, Table, cell, write
 from load.sim.pool import Tick, usable_cores
 from load.sim.profile import read_profile
-from load.workload.traces import MOONCAKE_BLOCK_TOKENS, TraceError
+from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Source, TraceError
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
 from shared.files import write_file
@@ -167,7 +166,7 @@ def run_command(
         message_delay_s=_seconds("--message-delay", message_delay), seed=seed,
         faults=tuple(parse_fault(text) for text in fault or ()))
     plots.require()
-    read = load_trace(trace, limit=limit, block_tokens=block_tokens)
+    read = Source(str(trace), block_tokens, limit).read()
     check(options, read)
     directory = _directory(out, f"{read.name}-{_what(options)}", json)
     with _progress() as bar:
@@ -338,7 +337,7 @@ def paper_command(
     for name in part or ():
         if name not in paper.PARTS:
             raise UserError(f"--part {name}: there are {', '.join(paper.PARTS)}")
-    reads = {name: load_trace(traces / f"{name}.jsonl", limit=limit) for name in paper.TRACES}
+    reads = {name: Source(str(traces / f"{name}.jsonl"), limit=limit).read() for name in paper.TRACES}
     directory = _directory(out, "paper", json)
     console = Console(stderr=True, highlight=False)
     runs = paper.Paper(reads, RunOptions(profile=profile, seed=seed), console.print)

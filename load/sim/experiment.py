@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from load.sim.cluster import Cluster, ClusterOptions, check_possible
@@ -18,7 +17,7 @@ from load.sim.loop import Loop
 from load.sim.outcome import Objective, Outcomes, Summary
 from load.sim.profile import NodeProfile, read_profile
 from load.sim.request import Job
-from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Arrival, Trace, read
+from load.workload.traces import Arrival, Trace
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
 from shared.ids import BlockKey
@@ -134,11 +133,6 @@ class Result:
     curve: list[Sample] = field(default_factory=list)
     is_given_up: bool = False
     """Stopped early, since it could not reach what was asked."""
-
-
-def load_trace(path: Path, *, limit: int | None = None, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
-    """The trace at ``path``; raises ``TraceError``."""
-    return read(path, limit=limit, block_tokens=block_tokens)
 
 
 def simulate(trace: Trace, options: RunOptions, *, bounds: Sequence[str] = (), progress: Progress | None = None,

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from load.sim import pool
-from load.sim.experiment import RunOptions, load_trace, simulate
+from load.sim.experiment import RunOptions, simulate
 from load.sim.outcome import Summary
-from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace
+from load.workload.traces import Source, Trace
 from shared.errors import UserError
 from shared.files import write_file
 from shared.version import product_version
@@ -28,25 +28,12 @@ GOOD_SHARE = 0.95
 """At the knee so many of all requests are inside both bounds."""
 PRECISION = 0.02
 """A knee is a power of 1 plus this, so searches of different bounds meet at the same rates."""
-_CODE = ("load/sim", "services/conductor/core", "shared/order.py", "shared/store/policies")
+_CODE = ("load/sim", "load/workload/traces.py", "services/conductor/core", "shared/order.py", "shared/store/policies")
 """What decides the outcome of a run, from the root of the source tree or of the installed packages."""
 LOW, HIGH = 0.25, 8.0
 """Times the trace's rate: between which a knee is looked for."""
 _QUANTILES = 200
 _FIRST_STEP = 8
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Which requests: the first ``limit`` of a trace file."""
-
-    path: str
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS
-    limit: int | None = None
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return Path(self.path).stem
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -250,7 +237,7 @@ def _find(task: tuple[Shelf, Search], tick: pool.Tick) -> list[Knee]:
 @lru_cache(maxsize=1)
 def read_source(source: Source) -> Trace:
     """Its requests; raises ``TraceError``. Runs of one trace follow each other, so one trace in memory is enough."""
-    return load_trace(Path(source.path), limit=source.limit, block_tokens=source.block_tokens)
+    return source.read()
 
 
 def _quantiles(values: npt.NDArray[np.float64]) -> list[float]:

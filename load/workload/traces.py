@@ -44,6 +44,23 @@ class TraceError(UserError):
         super().__init__(f"trace {path}{'' if line is None else f', line {line}'}: {why}")
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Which requests: the first ``limit`` of a trace file."""
+
+    path: str
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return Path(self.path).stem
+
+    def read(self) -> Trace:
+        """These; raises :class:`TraceError`."""
+        return read(Path(self.path), limit=self.limit, block_tokens=self.block_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request of a trace."""

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from load.cachesim import show
 from load.cachesim.belady import bound
-from load.cachesim.grid import BELADY, INFINITE, LRU, Source, cells_of, run
+from load.cachesim.grid import BELADY, INFINITE, LRU, cells_of, run
 from load.cachesim.replay import infinite, prompts_of, replay
-from load.workload.traces import Arrival, Trace
-from services import cli
+from load.workload.traces import Arrival, Source, Trace
 from shared.store.blocks import BlockPool
 from shared.store.policies import DEFAULT, POLICIES, make
+from tests.support.command import moonbus
 
 TOKENS = 10
 
@@ -48,10 +48,8 @@ def chats(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return prompts
 
 
-def moonbus(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["load", "cache-sim", *arguments])
-    return int(ended.value.code or 0)
+def cache_sim(*arguments: str) -> int:
+    return moonbus("load", "cache-sim", *arguments)
 
 
 def test_a_hit_is_the_leading_blocks_that_are_cached() -> None:
@@ -103,7 +101,7 @@ def test_the_command_prints_a_table_and_writes_what_was_asked(tmp_path: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "toolagent_like.jsonl", *chats(60))
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "png", "html")}
-    assert moonbus("--trace", str(trace), "--blocks", "4,16", "--block-tokens", str(TOKENS), "--jobs", "1",
+    assert cache_sim("--trace", str(trace), "--blocks", "4,16", "--block-tokens", str(TOKENS), "--jobs", "1",
                    "--policy", DEFAULT, "--json", str(files["json"]), "--plot", str(files["png"]),
                    "--html", str(files["html"])) == 0
     said = capsys.readouterr().out
@@ -126,7 +124,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(tmp_path: Path, capsys: pyte
     trace = write(tmp_path / "t.jsonl", *chats(5))
     with trace.open("a") as file:
         file.write('{"timestamp": 9000, "input_length": "ten", "output_length": 1, "hash_ids": [1]}\n')
-    assert moonbus("--trace", str(trace), "--json", str(tmp_path / "out.json"), "--block-tokens", str(TOKENS)) != 0
+    assert cache_sim("--trace", str(trace), "--json", str(tmp_path / "out.json"), "--block-tokens", str(TOKENS)) != 0
     said = capsys.readouterr().err
     assert f"{trace}, line 6" in said and "input_length" in said
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
@@ -141,7 +139,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(tmp_path: Path, capsys: pyte
 def test_a_wrong_option_is_one_line(arguments: list[str], said: str, tmp_path: Path,
                                     capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "t.jsonl", *chats(3))
-    assert moonbus("--trace", str(trace), *arguments) == 1
+    assert cache_sim("--trace", str(trace), *arguments) == 1
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -151,7 +149,7 @@ def test_a_full_device_is_one_line_and_stays_a_device(option: str, tmp_path: Pat
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     trace, full = write(tmp_path / "t.jsonl", *chats(3)), tmp_path / "full"
     full.symlink_to("/dev/full")
-    assert moonbus("--trace", str(trace), "--block-tokens", str(TOKENS), "--blocks", "4", "--jobs", "1",
+    assert cache_sim("--trace", str(trace), "--block-tokens", str(TOKENS), "--blocks", "4", "--jobs", "1",
                    "--policy", LRU, option, str(full)) == 1
     out, error = capsys.readouterr()
     assert f"{full} cannot be written (No space left on device); give another path" in error.splitlines()[-1]
@@ -161,5 +159,5 @@ def test_a_full_device_is_one_line_and_stays_a_device(option: str, tmp_path: Pat
 
 def test_two_traces_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "t.jsonl", *chats(3))
-    assert moonbus("--trace", str(trace), "--trace", str(trace)) == 1
+    assert cache_sim("--trace", str(trace), "--trace", str(trace)) == 1
     assert "two traces have one name" in capsys.readouterr().err

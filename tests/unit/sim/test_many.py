@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from load.sim import many, pool
 from load.sim.experiment import RunOptions
-from load.sim.many import Ran, Run, Search, Shelf, Source, compare, find_all, find_knees
+from load.sim.many import Ran, Run, Search, Shelf, compare, find_all, find_knees
 from load.sim.outcome import Distribution, Summary
+from load.workload.traces import Source
 from tests.unit.sim.builders import profile_file, quick
 
 
