@@ -67,7 +67,7 @@ async def test_the_next_turn_of_a_chat_begins_with_what_decode_kept(workers: Wor
     turn = await workers.asker.ask(workers.p1, workers.d1, first, max_tokens=30)
     longer = first + turn.tokens + prompt(20, seed=5)
     kept = workers.asker.keys(first + turn.tokens)
-    await eventually(lambda: {bytes(key) for key in kept} <= workers.asker.announced.get("decode-1", set()))
+    await eventually(lambda: {bytes(key) for key in kept} <= workers.asker.announced(workers.d1.id))
     again = await workers.asker.ask(workers.p2, workers.d1, longer, sources=[(workers.d1, 0, len(kept))])
     assert again.hit_tokens == len(kept) * 16
     reference = await workers.asker.ask(workers.p2, workers.d1, longer, salt="reference")
@@ -268,9 +268,8 @@ async def test_full_pools_evict_preempt_and_stay_right(nats_url: str, cache: Pat
         assert got == expected
         await eventually(lambda: clean(workers))
         for worker in workers.everybody:
-            held = {bytes(block.key) for block in worker.agent.pool.blocks()}
-            await eventually(lambda w=worker, h=held: workers.asker.announced.get(w.id, set()) == h,
-                             f"what {worker.id} announced is what it holds")
+            await eventually(lambda w=worker: workers.asker.announced(w.id) == {
+                bytes(block.key) for block in w.agent.pool.blocks()}, f"what {worker.id} announced is what it holds")
 
 
 async def test_a_sampled_answer_depends_on_the_seed_alone(workers: Workers) -> None:

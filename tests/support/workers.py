@@ -24,6 +24,7 @@ from shared.messages import (
     Accepted,
     Cancel,
     DecodeJob,
+    Evicted,
     JobFailed,
     PrefillJob,
     Refused,
@@ -31,6 +32,7 @@ from shared.messages import (
     Sampling,
     Source,
     Stages,
+    Stored,
     TokenChunk,
 )
 from shared.worker.jobs import Shell, serving
@@ -60,15 +62,15 @@ class Asker:
         self._bus, self._spec = bus, spec_of.spec
         self.id = GatewayId(fresh("gateway", 3))
         self.answers: dict[RequestId, Answer] = {}
-        #: {worker: keys it has announced as stored and not as evicted}
-        self.announced: dict[str, set[bytes]] = {}
+        #: {worker: {number of the event: what it announced}}; events of both kinds may overtake each other
+        self._events: dict[str, dict[int, Stored | Evicted]] = {}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Asker]:
         subscriptions = [
             await self._bus.subscribe(TOKENS.at(gateway=self.id), self._on_tokens),
-            await self._bus.subscribe(KV_STORED.any(), self._on_stored),
-            await self._bus.subscribe(KV_EVICTED.any(), self._on_evicted),
+            await self._bus.subscribe(KV_STORED.any(), self._on_event),
+            await self._bus.subscribe(KV_EVICTED.any(), self._on_event),
         ]
         yield self
         for subscription in subscriptions:
@@ -130,12 +132,20 @@ class Asker:
                     answer.failure = item
                     answer.over.set()
 
-    async def _on_stored(self, delivery: Delivery) -> None:
-        known = self.announced.setdefault(delivery.message.worker, set())
-        known.update(block.key for block in delivery.message.blocks)
+    def announced(self, worker: WorkerId) -> set[bytes]:
+        """Keys that it has announced as stored and not, later, as evicted."""
+        keys: set[bytes] = set()
+        for _, event in sorted(self._events.get(worker, {}).items()):
+            match event:
+                case Stored():
+                    keys.update(block.key for block in event.blocks)
+                case Evicted():
+                    keys.difference_update(unpack_keys(event.keys))
+        return keys
 
-    async def _on_evicted(self, delivery: Delivery) -> None:
-        self.announced.setdefault(delivery.message.worker, set()).difference_update(unpack_keys(delivery.message.keys))
+    async def _on_event(self, delivery: Delivery) -> None:
+        event = delivery.message
+        self._events.setdefault(event.worker, {})[event.seq] = event
 
 
 @dataclass
