@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load.sim.experiment import RunOptions, simulate
+from load.sim.experiment import RunOptions, _jobs, simulate
 from load.sim.faults import Fault, parse_fault
 from load.sim.many import find_knee
 from load.sim.profile import read_profile
 from load.workload.traces import Trace
 from services.conductor.core.machine import Conductor
 from services.conductor.core.policies.registry import POLICIES
+from services.conductor.core.prefix_index import fingerprints
 from shared.errors import UserError
 from shared.machine import Asked, Reply, Woke
 from tests.unit.sim.builders import PROFILE, profile_file, quick, trace
@@ -149,6 +150,11 @@ def test_a_trace_can_be_repeated_with_fresh_ids(tmp_path: Path) -> None:
     twice = simulate(busy(30), options(tmp_path, repeat=2)).summary
     assert twice.completed == 60
     assert twice.hit_tokens == pytest.approx(2 * once.hit_tokens, rel=0.25)
+
+
+def test_a_conductor_tells_the_blocks_of_repetitions_apart(tmp_path: Path) -> None:
+    keys = {key for job in _jobs(busy(30), options(tmp_path, repeat=40)) for key in job.keys}
+    assert len(set(fingerprints(b"".join(keys)))) == len(keys)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
