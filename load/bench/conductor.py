@@ -23,7 +23,7 @@ import msgspec
 from load.sim.profile import NodeProfile, read_profile
 from services.conductor.core.machine import Conductor, Started
 from services.conductor.core.policy import Policy
-from services.conductor.core.prefix_index import fingerprints
+from services.conductor.core.prefix_index import prints_of
 from shared.ids import BlockKey, ConductorId, GatewayId, HostId, Incarnation, RequestId, WorkerId
 from shared.kv import KEY_BYTES, Tier, pack_keys, unpack_keys
 from shared.machine import Answered, Asked, Reply, Request, Woke
@@ -298,7 +298,7 @@ def _match_s(town: Town, prompt: bytes) -> float:
     """CPU seconds that the longest prefixes of all workers, in every tier, take."""
     index, senders = town.machine._index, town.workers
     cpu_s = time.thread_time()
-    index.match(fingerprints(prompt), senders)
+    index.match(prints_of(prompt), senders)
     return time.thread_time() - cpu_s
 
 

@@ -396,6 +396,7 @@ class PrefillNode:
     def _pushed(self, job: Job, attempt: int) -> None:
         if self.jobs.get(job) != attempt or self.is_dead:
             return
+        job.flow = None  # it refers to the job, and nobody shall have to look for circles
         job.is_pushed = True
         if job.prefilled_s >= 0:
             self._hand_over(job)

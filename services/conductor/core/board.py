@@ -23,6 +23,9 @@ Column = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 """Some of the workers."""
 
+Native = Callable[..., tuple[bool, float, float, float]]
+"""``survey`` of ``_native.c``."""
+
 _FEW_WAITING = 8
 """Room for so many in each queue to begin with, the one that is computed counted in."""
 _NOBODY = np.array([[math.inf], [0.0], [math.inf]])
@@ -63,9 +66,11 @@ class _Board:
             places = [place for worker in changed if (place := self.places.get(worker)) is not None]
             if not places:
                 return False
-            self._cells[:, places] = np.array([cells_of(workers[place]) for place in places]).T
+            cells = self._cells
+            for place in places:
+                cells[:, place] = cells_of(workers[place])
         self._read(places)
-        self.first_taught_s = float(self.taught_s.min())
+        self.first_taught_s = float(np.minimum.reduce(self.taught_s))
         return True
 
     def _read(self, places: Sequence[int]) -> None:
@@ -96,7 +101,7 @@ class PrefillBoard(_Board):
         #: whose first two change with time and are written when asked for, then those that wait, in their order
         self._queues = np.empty((3, _FEW_WAITING, len(workers)))
         self._queues[:] = _NOBODY[:, :, None]
-        self._lengths = [1] * len(workers)
+        self._lengths = np.ones(len(workers), dtype=np.int64)
         self._longest = 1
         self._count = np.zeros(len(workers))
         """Requests in each queue."""
@@ -113,7 +118,7 @@ class PrefillBoard(_Board):
         since_s, lengths = self._rows[_SINCE], self._lengths
         for place in places:
             burden = self.workers[place].burden
-            end, before = 1 + len(burden.waiting), lengths[place]
+            end, before = 1 + len(burden.waiting), int(lengths[place])
             if end > self._queues.shape[1]:
                 wider = np.empty((3, 2 * end, len(self.workers)))
                 wider[:] = _NOBODY[:, :, None]
@@ -126,7 +131,14 @@ class PrefillBoard(_Board):
             self._queues[2, 0, place] = burden.first_spare_s
             lengths[place] = end
             self._count[place] = end - (since_s[place] == math.inf)
-        self._longest = max(lengths)
+        self._longest = int(np.maximum.reduce(lengths))
+
+    def survey(self, native: Native, answers: npt.NDArray[np.float64], own: dict[WorkerId, int],
+               ranked: dict[int, float], known: tuple[float, ...] | None,
+               terms: tuple[float, ...]) -> tuple[bool, float, float, float]:
+        """The compiled pass over all that is on the board; see :mod:`services.conductor.core.survey`."""
+        return native(self._cells, self._queues, self._queues.shape[1], self._lengths, self._count, answers, own,
+                      self.places, ranked, known, terms)
 
     def queue_s(self, now: float) -> Column:
         """As ``Worker.queue_s``."""

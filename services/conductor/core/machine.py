@@ -44,7 +44,7 @@ from services.conductor.core.cluster import Cluster, Worker, beginning
 from services.conductor.core.placement import Placer, Usable
 from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
-from services.conductor.core.prefix_index import Fingerprint, Match, PrefixIndex, fingerprints
+from services.conductor.core.prefix_index import Fingerprint, Match, PrefixIndex, fingerprints, prints_of
 from services.conductor.core.promises import Promises
 from services.conductor.core.roles import Advice, Roles
 from shared.errors import Bug
@@ -338,7 +338,7 @@ class Conductor:
     def _match(self, ask: PlaceRequest, pool: _Pool) -> Match:
         """What is held, and what is promised, of the blocks that can be reused: not the one of the last token."""
         keys = ask.keys[:KEY_BYTES * ((ask.num_tokens - 1) // pool.block_tokens)]
-        match = self._index.match(fingerprints(keys), pool.senders)
+        match = self._index.match(prints_of(keys), pool.senders)
         for worker, blocks in self._promises.lengths(keys).items():
             if blocks > (held := match.own.get(worker, 0)):
                 match.own[worker], match.unmade[worker] = blocks, held

@@ -28,7 +28,7 @@ otherwise all pick the same worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -42,15 +42,14 @@ from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
-from shared.ids import ConductorId, SpecDigest, WorkerId
+from services.conductor.core.survey import BESIDE, Prompt, Survey, survey
+from shared.ids import ConductorId, HostId, SpecDigest, WorkerId
 from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
 
 _MOST_PULLS = 12
 """Workers for which pulls are put together, those first that could gain most."""
 _MOST_FUTURES = 4
 """Decode workers whose batch at the end of the prefill is looked at, those first that are best now."""
-_BESIDE = 0.25
-"""What a second of a transfer that nobody waits for counts for."""
 _KNOWN_S = 1.0
 """How long the best of the workers whose pace was learnt lately is taken to be that."""
 
@@ -149,20 +148,48 @@ class _Loading:
         return f"reads {self.blocks} blocks from its SSD in {self.seconds:.3g} s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """What pulls can bring at best, of all prefill workers side by side."""
+class _Run:
+    """Blocks that single senders hold, and who of them sends: who is on the receiver's host, then who has least to
+    send, then the one that is drawn. What they have to send stays the same for one decision."""
 
-    bound_s: Column
-    """At least what pulling costs in all."""
-    rest_s: Column
-    """Computing what no sender has."""
-    pull_s: Column
-    """At least what pulling that much takes."""
-    is_worth: Mask
-    """Whether pulling may pay."""
-    held_s: float
-    """Time to first token where it would run if everybody held what anybody can send."""
+    def __init__(self, end: int, owners: Sequence[WorkerId], cluster: Cluster) -> None:
+        self.end = end
+        self.senders = [cluster.workers[owner] for owner in owners]
+        self._places = {owner: place for place, owner in enumerate(owners)}
+        #: {host: places of its senders}
+        self._hosts: dict[HostId, list[int]] = {}
+        self._loads: list[int] = []
+        #: places of those who have least to send, and of those who have least of the others
+        self._least: tuple[list[int], list[int]] = ([], [])
+        if len(owners) > 1:
+            for place, sender in enumerate(self.senders):
+                self._hosts.setdefault(sender.hello.endpoint.host, []).append(place)
+            self._loads = [sender.sending_bytes() for sender in self.senders]
+            first, *others = sorted(set(self._loads))
+            self._least = (self._with(first), self._with(others[0]) if others else [])
+
+    def pick(self, receiver: Worker, rng: random.Random) -> Worker | None:
+        """Who sends to ``receiver``; ``None`` where there is nobody else."""
+        own = self._places.get(receiver.id)
+        count = len(self.senders) - (own is not None)
+        if count <= 0:
+            return None
+        if count == 1:
+            return self.senders[0 if own != 0 else 1]
+        draw = rng.random
+        draws = [draw() for _ in range(count)]  # one for each, whoever is asked: a seed repeats the draw
+        near = [place for place in self._hosts.get(receiver.hello.endpoint.host, ()) if place != own]
+        if near:
+            least = min(self._loads[place] for place in near)
+            equals = [place for place in near if self._loads[place] == least]
+        else:
+            equals = [place for place in self._least[0] if place != own] or self._least[1]
+        if len(equals) > 1:
+            equals = [min(equals, key=lambda place: draws[place - (own is not None and place > own)])]
+        return self.senders[equals[0]]
+
+    def _with(self, load: int) -> list[int]:
+        return [place for place, other in enumerate(self._loads) if other == load]
 
 
 @dataclass(slots=True)
@@ -171,24 +198,9 @@ class _Field:
 
     board: PrefillBoard
     match: Match
-    own: Column
-    """Leading blocks each worker has, or is promised."""
-    queue_s: Column
-    """Without pulls, as the next five."""
-    delays_s: Column
-    """What it makes others wait longer, all together."""
-    ranked_s: Column
-    """Seconds of computing by which it is ranked."""
-    yields_s: Column | None
-    """How much later it counts as come, lest it make others late; ``None`` where nothing is due."""
-    prefill_s: Column
-    """Computing what it has not."""
+    survey: Survey
     is_doubted: bool
     """Whether some are thought faster than their own costs say."""
-    alone_s: Column
-    """What it costs: its time to first token, and what others wait longer."""
-    reach: _Reach | None
-    """``None`` when there is nothing to pull."""
     is_open: Mask | None
     """Whose queue is short enough; ``None`` when all are."""
     regard: float
@@ -198,19 +210,21 @@ class _Field:
     """{place on the board: what it reads from its SSD}."""
     pulls: dict[int, _Option] = field(default_factory=dict)
     """{place on the board: the best way with pulls}, of those that were looked at."""
+    runs: dict[int, _Run] = field(default_factory=dict)
+    """{first block: what single senders hold from there on}, of those that were asked for."""
 
     def alone(self, place: int) -> _Option:
         """Without pulls."""
-        loading = self.loads.get(place)
-        return _Option(self.board.workers[place], int(self.own[place]), float(self.queue_s[place]),
-                       float(self.prefill_s[place]), float(self.delays_s[place]), float(self.ranked_s[place]),
-                       0.0 if self.yields_s is None else float(self.yields_s[place]),
+        loading, survey = self.loads.get(place), self.survey
+        return _Option(self.board.workers[place], int(survey.own[place]), float(survey.queue_s[place]),
+                       float(survey.prefill_s[place]), float(survey.delays_s[place]), float(survey.ranked_s[place]),
+                       0.0 if survey.yields_s is None else float(survey.yields_s[place]),
                        0.0 if loading is None else loading.waits_s)
 
     def take(self, place: int, pull: _Option) -> float:
         """A way with pulls; answers what it costs."""
         if not self.pulls:
-            self.cost_s = self.alone_s.copy()
+            self.cost_s = self.survey.alone_s.copy()
         self.pulls[place] = pull
         cost_s = pull.ttft_s + self.regard * pull.delays_s
         if cost_s < self.cost_s[place]:
@@ -219,7 +233,7 @@ class _Field:
 
     def in_time(self, slo_s: float) -> Mask:
         """Where the best way is fast enough."""
-        in_time: Mask = self.queue_s * (1 + DOUBT) + self.prefill_s <= slo_s
+        in_time: Mask = self.survey.queue_s * (1 + DOUBT) + self.survey.prefill_s <= slo_s
         for place in self.loads:
             in_time[place] = self.alone(place).is_in_time(slo_s)
         for place in self.pulls:
@@ -234,11 +248,12 @@ class _Field:
 
     def note(self, place: int) -> str:
         """Why nothing is pulled; empty where nothing could be."""
-        missing = self.match.covered - int(self.own[place])
-        if missing <= 0 or self.reach is None or place in self.pulls:
+        survey = self.survey
+        missing = self.match.covered - int(survey.own[place])
+        if missing <= 0 or not self.match.covered or place in self.pulls:
             return ""
-        return (f"recomputes {missing} blocks in {float(self.prefill_s[place] - self.reach.rest_s[place]):.3g} s: "
-                f"pulling them would take {float(self.reach.pull_s[place]):.3g} s")
+        return (f"recomputes {missing} blocks in {float(survey.prefill_s[place] - survey.rest_s[place]):.3g} s: "
+                f"pulling them would take {float(survey.pull_s[place]):.3g} s")
 
 
 class Placer:
@@ -259,7 +274,7 @@ class Placer:
                                      retry_after_s=self._policy.suspect_after_s)
         options = self._field(ask, usable.prefill_board, match, now)
         if options.is_open is not None and not options.is_open.any():
-            return reasons.queues_full(float(options.queue_s.min()), self._policy.max_queue_s,
+            return reasons.queues_full(float(options.survey.queue_s.min()), self._policy.max_queue_s,
                                        self._candidates(options))
         self._pull(ask, cluster, options, now)
         ttft_slo_s = self._policy.ttft_left_s(ask)
@@ -275,9 +290,8 @@ class Placer:
         tbt_slo_s = ask.tbt_slo_s or self._policy.tbt_slo_s
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
             return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates, spare_s=spare_s)
-        reach = options.reach
         return self._placement(ask, match, prefill, decode, candidates, reuse_gain_s=(
-            0.0 if reach is None else max(prefill.ttft_s - reach.held_s, 0.0)))
+            max(prefill.ttft_s - options.survey.held_s, 0.0) if match.covered else 0.0))
 
     def _placement(self, ask: PlaceRequest, match: Match, prefill: _Option, decode: Sequence[_Decode],
                    candidates: list[Candidate], *, reuse_gain_s: float) -> Placement:
@@ -326,44 +340,16 @@ class Placer:
     def _field(self, ask: PlaceRequest, board: PrefillBoard, match: Match, now: float) -> _Field:
         """Everything that needs no pull to be put together."""
         board.refresh()
-        own, may_pull = _leading(board, match.own), match.covered > 0
-        hits = np.empty((2, len(own))) if may_pull else own  # alone; with all that can be pulled
-        if may_pull:
-            hits[0] = own
-            np.maximum(own, match.covered, out=hits[1])
-        hit_tokens = hits * board.block_tokens
-        prefill_s = board.prefill_s(ask.num_tokens, hit_tokens)
         is_old, known = self._doubted("prefill", board, now)
-        if is_old is not None and known is not None:
-            known_s = board.prefill_s(ask.num_tokens, hit_tokens, costs=known)
-            prefill_s = np.where(is_old, np.minimum(prefill_s, known_s), prefill_s)
-        ranked_s = prefill_s
-        for worker, blocks in match.unmade.items():  # until they are made, it is as long as without them
-            if (place := board.places.get(worker)) is not None:
-                ranked_s = ranked_s.copy() if ranked_s is prefill_s else ranked_s
-                ranked_s[..., place] = board.workers[place].costs.prefill_s(
-                    num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
-        line = board.line(ranked_s, now, since_s=now - ask.head_start_s)
-        policy, reach, yields_s = self._policy, None, line.yields_s
-        regard = policy.regard
-        if may_pull:
-            ranked_s, (prefill_s, rest_s) = ranked_s[0], prefill_s
-            (queue_s, rest_queue_s), (delayed, rest_delayed) = line.queue_s, line.delayed
-            yields_s = yields_s if yields_s is None else yields_s[0]
-            pull_s = board.pull_s((hits[1] - own) * board.block_bytes)
-            matters_s = rest_s * (1.0 + regard * rest_delayed)
-            best = (rest_queue_s + matters_s).argmin()
-            reach = _Reach(
-                np.maximum(rest_queue_s, pull_s) + matters_s, rest_s, pull_s,
-                prefill_s - rest_s >= policy.fetch_gain * np.maximum(pull_s - rest_queue_s, _BESIDE * pull_s),
-                float(rest_queue_s[best] + rest_s[best]))
-        else:
-            queue_s, delayed = line.queue_s, line.delayed
-        is_open = None if np.maximum.reduce(queue_s) <= policy.max_queue_s else queue_s <= policy.max_queue_s
-        delays_s = delayed * prefill_s
-        alone_s = queue_s + prefill_s + regard * delays_s
-        options = _Field(board, match, own, queue_s, delays_s, ranked_s, yields_s, prefill_s, is_old is not None,
-                         alone_s, reach, is_open, regard, alone_s)
+        ranked = {  # until they are made, it is as long as without them
+            place: board.workers[place].costs.prefill_s(
+                num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
+            for worker, blocks in match.unmade.items() if (place := board.places.get(worker)) is not None}
+        policy = self._policy
+        found = survey(board, Prompt(ask.num_tokens, now, now - ask.head_start_s, match.own, match.covered, ranked,
+                                     known if is_old is not None else None), policy)
+        is_open = None if found.longest_s <= policy.max_queue_s else found.queue_s <= policy.max_queue_s
+        options = _Field(board, match, found, is_old is not None, is_open, policy.regard, found.alone_s)
         for name, in_memory in match.on_ssd.items():
             if name not in match.unmade and (place := board.places.get(name)) is not None:
                 self._load(ask, options, place, in_memory, now)
@@ -371,38 +357,36 @@ class Placer:
 
     def _load(self, ask: PlaceRequest, options: _Field, place: int, in_memory: int, now: float) -> None:
         """What a worker has on its SSD is read, or computed again if that is better."""
-        board = options.board
-        worker, own = board.workers[place], int(options.own[place])
+        board, found = options.board, options.survey
+        worker, own = board.workers[place], int(found.own[place])
         load_s = worker.costs.ssd_s((own - in_memory) * board.block_bytes)
-        queue_s, prefill_s = float(options.queue_s[place]), float(options.prefill_s[place])
+        queue_s, prefill_s = float(found.queue_s[place]), float(found.prefill_s[place])
         waits_s = max(load_s - queue_s, 0.0)
         anew_s, known_s = (worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
                            for blocks in (in_memory, own))
         again_s = prefill_s + anew_s - known_s
         line = worker.line(again_s, now, since_s=now - ask.head_start_s)
-        loaded_s = float(options.alone_s[place]) + waits_s
+        loaded_s = float(found.alone_s[place]) + waits_s
         computed_s = line.queue_s + again_s * (1.0 + options.regard * line.delayed)
         if loaded_s <= computed_s and again_s - prefill_s >= _price_s(load_s, queue_s) * self._policy.fetch_gain:
             options.loads[place] = _Loading(own - in_memory, load_s, waits_s)
-            options.alone_s[place] = loaded_s
+            found.alone_s[place] = loaded_s
             return
-        options.own[place], options.queue_s[place], options.prefill_s[place] = in_memory, line.queue_s, again_s
-        options.ranked_s[place], options.delays_s[place] = again_s, line.delayed * again_s
-        if options.yields_s is not None:
-            options.yields_s[place] = line.yields_s
-        options.alone_s[place] = computed_s
+        found.own[place], found.queue_s[place], found.prefill_s[place] = in_memory, line.queue_s, again_s
+        found.ranked_s[place], found.delays_s[place] = again_s, line.delayed * again_s
+        if found.yields_s is not None:
+            found.yields_s[place] = line.yields_s
+        found.alone_s[place] = computed_s
 
     def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
-        reach, is_open = options.reach, options.is_open
-        if reach is None:
+        if not options.match.covered:
             return
         tied = 1 + self._policy.tie
-        may_win, cost_s = reach.is_worth, options.cost_s
+        bound_s, cost_s, is_open = options.survey.bound_s, options.cost_s, options.is_open
         if is_open is not None:
-            may_win, cost_s = may_win & is_open, cost_s[is_open]
+            bound_s, cost_s = np.where(is_open, bound_s, np.inf), cost_s[is_open]
         best_s = float(np.minimum.reduce(cost_s)) * tied
-        bound_s = np.where(may_win, reach.bound_s, np.inf)
         for _ in range(_MOST_PULLS):
             place = int(bound_s.argmin())
             if bound_s[place] > best_s:
@@ -415,7 +399,8 @@ class Placer:
     def _chain(self, ask: PlaceRequest, cluster: Cluster, options: _Field, place: int, now: float) -> _Option | None:
         """The best chain of pulls on a worker; ``None`` when computing is about as fast."""
         board, match, policy = options.board, options.match, self._policy
-        worker, own, alone_s = board.workers[place], int(options.own[place]), float(options.prefill_s[place])
+        own, alone_s = int(options.survey.own[place]), float(options.survey.prefill_s[place])
+        worker = board.workers[place]
         costs, num_tokens, block_tokens = worker.costs, ask.num_tokens, board.block_tokens
         unmade = own - match.unmade.get(worker.id, own)
         # what its own costs say too much of all it has to compute, they say of a part of it
@@ -427,7 +412,7 @@ class Placer:
         best_s, end, ssd_s = float("inf"), own, 0.0
         sources: list[Source] = []
         while len(sources) < policy.max_sources:
-            source = self._longest(worker, cluster, match, end)
+            source = self._longest(worker, cluster, options, end)
             if source is None:
                 break
             sources.append(source)
@@ -454,23 +439,25 @@ class Placer:
                                max(transfer_s - queue_s, 0.0), tuple(sources), note)
         return best
 
-    def _longest(self, worker: Worker, cluster: Cluster, match: Match, start: int) -> Source | None:
+    def _longest(self, worker: Worker, cluster: Cluster, options: _Field, start: int) -> Source | None:
         """The longest run from ``start`` that one other worker can send, by the owner that has least to send."""
-        end, owners = match.run(start)
-        senders = [cluster.workers[owner] for owner in owners if owner != worker.id]
-        if end == start or not senders:
+        match = options.match
+        found = options.runs.get(start)
+        if found is None:
+            found = options.runs[start] = _Run(*match.run(start), cluster)
+        if found.end == start:
             return None
         if match.on_ssd:  # what somebody has in memory first, then what is on SSD
-            ends = [min(match.on_ssd.get(sender.id, end), end) for sender in senders]
-            if (furthest := max(ends)) > start:
-                end = furthest
-                senders = [sender for sender, until in zip(senders, ends, strict=True) if until == end]
-        owner = senders[0]
-        if len(senders) > 1:
-            host = worker.hello.endpoint.host
-            owner = min(senders, key=lambda owner: (
-                owner.hello.endpoint.host != host, owner.sending_bytes(), self._rng.random()))
-        return Source(owner=owner.id, incarnation=owner.hello.incarnation, first_block=start, num_blocks=end - start)
+            senders = [sender for sender in found.senders if sender.id != worker.id]
+            ends = [min(match.on_ssd.get(sender.id, found.end), found.end) for sender in senders]
+            if senders and (furthest := max(ends)) > start:
+                found = _Run(furthest, [sender.id for sender, until in zip(senders, ends, strict=True)
+                                        if until == furthest], cluster)
+        owner = found.pick(worker, self._rng)
+        if owner is None:
+            return None
+        return Source(owner=owner.id, incarnation=owner.hello.incarnation, first_block=start,
+                      num_blocks=found.end - start)
 
     def _draw(self, options: _Field, in_time: Mask | None) -> _Option:
         """One of the best; of those in time when any is."""
@@ -482,12 +469,13 @@ class Placer:
 
     def _candidates(self, options: _Field) -> list[Candidate]:
         """The best ways, best first; the best one without pulls says why."""
-        places = options.alone_s.argsort()[:self._policy.candidates]
+        found = options.survey
+        places = found.alone_s.argsort()[:self._policy.candidates]
         workers = options.board.workers
         ways = [Candidate(workers[place].id, queue_s, 0.0, prefill_s, int(own), 0, "", delays_s)
                 for place, own, queue_s, prefill_s, delays_s in zip(
                     places.tolist(), *(column[places].tolist() for column in (
-                        options.own, options.queue_s, options.prefill_s, options.delays_s)), strict=True)]
+                        found.own, found.queue_s, found.prefill_s, found.delays_s)), strict=True)]
         if note := options.note(int(places[0])):
             ways[0] = msgspec.structs.replace(ways[0], note=note)
         if options.loads:
@@ -533,7 +521,9 @@ class Placer:
         limit_s = step_s[places[0]] * (1 + self._policy.tie)
         if len(places) > _MOST_FUTURES and step_s[places[_MOST_FUTURES]] <= limit_s:
             places = (step_s <= limit_s).nonzero()[0].tolist()
-            holders = [place for place in places if workers[place].id in match.own]
+            equals = set(places)
+            holders = sorted(place for worker in match.own.keys() & board.places.keys()
+                             if (place := board.places[worker]) in equals)
             places = [*holders[:_MOST_FUTURES], *self._rng.sample(places, _MOST_FUTURES)]
         else:
             places = [place for place in places[:_MOST_FUTURES] if step_s[place] < np.inf]
@@ -554,16 +544,6 @@ class Placer:
         return found
 
 
-def _leading(board: PrefillBoard, blocks: Mapping[WorkerId, int]) -> Column:
-    """Leading blocks of each worker of the board, of those given and, for the others, none."""
-    leading = np.zeros(len(board.workers))
-    found = [(place, count) for worker, count in blocks.items() if (place := board.places.get(worker)) is not None]
-    if found:
-        at, counts = zip(*found, strict=True)
-        leading[list(at)] = counts
-    return leading
-
-
 def _price_s(transfer_s: float, queue_s: float) -> float:
     """What a transfer counts for: it is waited for when it outlasts the queue, and takes a link in any case."""
-    return max(transfer_s - queue_s, _BESIDE * transfer_s)
+    return max(transfer_s - queue_s, BESIDE * transfer_s)

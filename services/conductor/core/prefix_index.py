@@ -27,13 +27,15 @@ a recomputation, never a wrong answer. What is known already is still updated an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from services.conductor.core.table import make_table
 from shared.errors import Bug
 from shared.ids import WorkerId
 from shared.kv import KEY_BYTES, Tier
@@ -54,16 +56,24 @@ _MOST_STEPS: Final = 65_536
 """Remembered transitions from row to row; all are forgotten at once when there are more."""
 _FEWEST_ROWS: Final = 1024
 """Rows that no block has are not looked for below this number of rows."""
+_MANY_BITS: Final = 24
+"""From so many on an array finds the ones of an integer sooner than a loop."""
 _FEWEST_DEAD: Final = 4096
 """Blocks that nobody holds are not looked for below this number of them."""
 
 
 def fingerprints(packed: bytes) -> list[Fingerprint]:
     """Those of packed keys; what is left of a torn last key has none."""
+    return prints_of(packed).tolist()  # type: ignore[no-any-return]
+
+
+def prints_of(packed: bytes) -> npt.NDArray[np.uint64]:
+    """The same as an array."""
     words = np.frombuffer(packed, dtype="<u8", count=len(packed) // KEY_BYTES * 4)
     halves = words[::2] ^ words[1::2]
     folded = halves[::2] ^ halves[1::2]
-    return ((folded >> _FOLD_BITS) ^ (folded & _FOLD_MASK)).tolist()  # type: ignore[no-any-return]
+    prints: npt.NDArray[np.uint64] = (folded >> _FOLD_BITS) ^ (folded & _FOLD_MASK)
+    return prints
 
 
 @dataclass(frozen=True)
@@ -99,11 +109,8 @@ class Match:
                     if not (both := holders & senders):
                         break
                     end, holders = until, both
-            found = self._found[start] = end, list(self._named(holders)) if end > start else []
+            found = self._found[start] = end, _named(self._workers, holders) if end > start else []
         return found
-
-    def _named(self, slots: int) -> Iterator[WorkerId]:
-        return (worker for slot in _bits(slots) if (worker := self._workers[slot]) is not None)
 
 
 class PrefixIndex:
@@ -111,8 +118,8 @@ class PrefixIndex:
 
     def __init__(self, *, max_blocks: int = 20_000_000, max_bytes: int = 4 << 30) -> None:
         self._max_blocks, self._max_bytes = max_blocks, max_bytes
-        #: {fingerprint: row}. NOTE: nothing but integers, so the garbage collector leaves the whole of it alone
-        self._row_of: dict[Fingerprint, int] = {}
+        #: {fingerprint: row}
+        self._row_of = make_table()
         #: of each row: slots that hold its blocks in device memory, DRAM, SSD; in the two first; in any; its blocks
         self._masks: list[tuple[int, int, int]] = [(0, 0, 0)]
         self._fast: list[int] = [0]
@@ -129,6 +136,8 @@ class PrefixIndex:
         self._gathering: dict[WorkerId, int] = {}
         #: the reverse of ``_slots``, ``None`` for slots that are not live
         self._workers: list[WorkerId | None] = []
+        #: the same for matches to keep; ``None`` after a change
+        self._known_names: tuple[WorkerId | None, ...] | None = None
         #: blocks of each slot
         self._held: list[int] = []
         self._live = self._retired = 0
@@ -167,8 +176,8 @@ class PrefixIndex:
     def tiers(self, block: Fingerprint) -> dict[WorkerId, Tier]:
         """Who holds ``block``, each in its fastest tier."""
         found: dict[WorkerId, Tier] = {}
-        row = self._row_of.get(block, 0)
-        for tier, mask in zip(_TIERS, self._masks[row], strict=True):
+        (row,) = self._row_of.rows((block,))
+        for tier, mask in zip(_TIERS, self._masks[row or 0], strict=True):
             for slot in _bits(mask & self._live):
                 worker = self._workers[slot]
                 if worker is not None:
@@ -218,7 +227,7 @@ class PrefixIndex:
         if slot is not None:
             self._retire(slot)
 
-    def match(self, blocks: Sequence[Fingerprint], senders: Iterable[WorkerId]) -> Match:
+    def match(self, blocks: Sequence[Fingerprint] | npt.NDArray[np.uint64], senders: Iterable[WorkerId]) -> Match:
         """Longest prefixes of ``blocks`` in one pass; only from ``senders`` blocks may be pulled.
 
         The slots of the senders are remembered for as long as the very same object is given.
@@ -227,40 +236,40 @@ class PrefixIndex:
             self._senders = (senders, sum(1 << self._slots[sender] for sender in senders if sender in self._slots))
         may_send = self._senders[1]
         fasts, anys, masks = self._fast, self._any, self._masks
-        ends: tuple[dict[WorkerId, int], ...] = ({}, {}, {})
+        #: of each tier: (leading blocks, slots of which that many are held)
+        ends: tuple[list[tuple[int, int]], ...] = ([], [], [])
         device = fast = held = self._live
         runs: list[tuple[int, int]] = []
-        last, sending, is_covered = -1, 0, True
-        i = 0
-        for i, row in enumerate(map(self._row_of.get, blocks)):
-            if row == last:
-                continue
-            last = row = row or 0
+        sending, is_covered = 0, True
+        for i, row in self._row_of.stretches(np.asarray(blocks, dtype=np.uint64)):
             if is_covered and i:
                 runs.append((i, sending))
             if ended := device & ~masks[row][0]:
-                self._end(ends[0], ended, i)
+                ends[0].append((i, ended))
                 device ^= ended
             if ended := fast & ~fasts[row]:
-                self._end(ends[1], ended, i)
+                ends[1].append((i, ended))
                 fast ^= ended
             if ended := held & ~anys[row]:
-                self._end(ends[2], ended, i)
+                ends[2].append((i, ended))
                 held ^= ended
             sending = anys[row] & may_send
             is_covered = is_covered and bool(sending)
             if not held and not is_covered:
                 break
         else:
-            if blocks:
+            if count := len(blocks):
                 if is_covered:
-                    runs.append((i + 1, sending))
+                    runs.append((count, sending))
                 for end, slots in zip(ends, (device, fast, held), strict=True):
-                    self._end(end, slots, i + 1)
-        _, in_memory, anywhere = ends
-        on_ssd = {} if in_memory == anywhere else {
-            worker: fast for worker, every in anywhere.items() if (fast := in_memory.get(worker, 0)) < every}
-        return Match(dict(zip(_TIERS, ends, strict=True)), runs, tuple(self._workers), anywhere.copy(), on_ssd=on_ssd)
+                    end.append((count, slots))
+        anywhere = self._lengths(ends[2])
+        in_memory, on_ssd = anywhere, {}
+        if ends[1] != ends[2]:
+            in_memory = self._lengths(ends[1])
+            on_ssd = {worker: fast for worker, every in anywhere.items() if (fast := in_memory.get(worker, 0)) < every}
+        within = dict(zip(_TIERS, (self._lengths(ends[0]), in_memory, anywhere), strict=True))
+        return Match(within, runs, self._names, anywhere.copy(), on_ssd=on_ssd)
 
     def tidy(self, budget: int) -> bool:
         """Cleans up after workers that are gone, about ``budget`` rows or blocks of it; whether nothing is left to do.
@@ -280,14 +289,14 @@ class PrefixIndex:
                 work.slots = work.row = 0
                 dead = sum(size for size, mask in zip(self._sizes, self._any, strict=True) if not mask)
                 if dead > _FEWEST_DEAD and 4 * dead > len(self._row_of):
-                    work.doomed = list(self._row_of)
+                    work.doomed = self._row_of.blocks()
         return self.is_tidy
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when what is counted is not what is there."""
         sizes, held = [0] * len(self._masks), [0] * len(self._held)
-        for row in self._row_of.values():
-            sizes[row] += 1
+        for row in self._row_of.rows(self._row_of.blocks()):
+            sizes[row or 0] += 1
         if sizes != self._sizes:
             raise Bug("prefix index: sizes of rows are not the numbers of their blocks")
         shown = self._live | sum(1 << slot for slot in self._gathering.values())
@@ -308,7 +317,7 @@ class PrefixIndex:
 
     def _by_row(self, blocks: Sequence[Fingerprint]) -> Iterable[tuple[int | None, dict[Fingerprint, int]]]:
         """``blocks`` by the row they have, ``None`` for those that are not known, each once."""
-        rows = list(map(self._row_of.get, blocks))
+        rows = self._row_of.rows(blocks)
         kinds = set(rows)
         if len(kinds) == 1:
             return ((rows[0], dict.fromkeys(blocks, 0)),)
@@ -330,7 +339,7 @@ class PrefixIndex:
                     group = dict(islice(group.items(), room))
                 self._pairs += len(group)
                 self._held[slot] += len(group)
-            self._row_of.update(dict.fromkeys(group, new))
+            self._row_of.put(group, new)
             self._sizes[new] += len(group)
             if old is not None:
                 self._sizes[old] -= len(group)
@@ -345,11 +354,10 @@ class PrefixIndex:
     def _evict(self, group: dict[Fingerprint, int], old: int, new: int, slot: int) -> None:
         self._sizes[old] -= len(group)
         if self._any[new]:
-            self._row_of.update(dict.fromkeys(group, new))
+            self._row_of.put(group, new)
             self._sizes[new] += len(group)
         else:
-            for block in group:
-                del self._row_of[block]
+            self._row_of.drop(group)
         if self._any[old] >> slot & 1 and not self._any[new] >> slot & 1:
             self._pairs -= len(group)
             self._held[slot] -= len(group)
@@ -412,7 +420,7 @@ class PrefixIndex:
         slot = self._slot() if slot is None else slot
         self._slots[worker], self._workers[slot] = slot, worker
         self._live |= 1 << slot
-        self._senders = ((), 0)
+        self._senders, self._known_names = ((), 0), None
         return slot
 
     def _slot(self) -> int:
@@ -420,6 +428,7 @@ class PrefixIndex:
         if self._free_slots:
             return self._free_slots.pop()
         self._workers.append(None)
+        self._known_names = None
         self._held.append(0)
         return len(self._workers) - 1
 
@@ -428,7 +437,7 @@ class PrefixIndex:
         self._retired |= 1 << slot
         self._pairs -= self._held[slot]
         self._held[slot], self._workers[slot] = 0, None
-        self._senders = ((), 0)
+        self._senders, self._known_names = ((), 0), None
 
     def _tidy_rows(self, slots: int, start: int, end: int) -> None:
         for row in range(start, end):
@@ -444,19 +453,27 @@ class PrefixIndex:
         self._free_slots += _bits(slots)
 
     def _tidy_blocks(self, doomed: list[Fingerprint], budget: int) -> None:
-        for block in doomed[-budget:]:
-            row = self._row_of.get(block)
+        some = doomed[-budget:]
+        for block, row in zip(some, self._row_of.rows(some), strict=True):
             if row is not None and not self._any[row]:
-                del self._row_of[block]
+                self._row_of.drop((block,))
                 self._sizes[row] -= 1
         del doomed[-budget:]
 
-    def _end(self, ends: dict[WorkerId, int], slots: int, length: int) -> None:
-        if length:
-            for slot in _bits(slots):
-                worker = self._workers[slot]
-                if worker is not None:
-                    ends[worker] = length
+    def _lengths(self, ends: Sequence[tuple[int, int]]) -> dict[WorkerId, int]:
+        """{worker: leading blocks}, of live slots; workers with none are left out."""
+        lengths: dict[WorkerId, int] = {}
+        for length, slots in ends:
+            if length and slots:
+                lengths.update(dict.fromkeys(_named(self._names, slots), length))
+        return lengths
+
+    @property
+    def _names(self) -> tuple[WorkerId | None, ...]:
+        """``_workers``, as it is now and stays."""
+        if self._known_names is None:
+            self._known_names = tuple(self._workers)
+        return self._known_names
 
 
 @dataclass
@@ -468,9 +485,19 @@ class _Tidying:
     doomed: list[Fingerprint] = field(default_factory=list)
 
 
-def _bits(mask: int) -> Iterator[int]:
+def _named(workers: Sequence[WorkerId | None], slots: int) -> list[WorkerId]:
+    """Who has these slots; those that are nobody's are left out."""
+    return [worker for slot in _bits(slots) if (worker := workers[slot]) is not None]
+
+
+def _bits(mask: int) -> list[int]:
     """Positions of the ones in ``mask``, lowest first."""
+    if mask.bit_count() >= _MANY_BITS:
+        packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+        return np.unpackbits(packed, bitorder="little").nonzero()[0].tolist()
+    bits = []
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        bits.append(low.bit_length() - 1)
         mask ^= low
+    return bits

@@ -124,7 +124,10 @@ class Promises:
 
     def next_wake(self) -> float | None:
         """When :meth:`tick` has something to end."""
-        return self._ends[0][0] if self._ends else None
+        ends, made = self._ends, self._made
+        while ends and ((found := made.get(ends[0][1])) is None or found[2] != ends[0][0]):
+            heapq.heappop(ends)  # whoever changed its time would be woken for nothing
+        return ends[0][0] if ends else None
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when the tree is not that of the promises."""

@@ -1,0 +1,83 @@
+"""The compiled pass over prefill workers comes to the numbers of the one with arrays, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from load.sim.experiment import simulate
+from services.conductor.core import survey as surveys
+from services.conductor.core.board import PrefillBoard
+from services.conductor.core.policy import Policy
+from services.conductor.core.survey import Prompt, survey
+from shared.machine import Reply
+from shared.order import FCFS, ORDER, SRPT
+from tests.unit.conductor.test_cluster import busy_town
+from tests.unit.sim.test_experiment import busy, options
+
+needs_it = pytest.mark.skipif(bool(surveys.WHY_NOT), reason=f"there is no compiled part: {surveys.WHY_NOT}")
+
+
+def same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
+
+
+@needs_it
+@pytest.mark.parametrize("seed", range(12))
+def test_the_compiled_survey_is_that_with_arrays(seed: int) -> None:
+    rng = random.Random(seed)
+    play, prefill, _ = busy_town(seed)
+    board = PrefillBoard(prefill)
+    board.refresh()
+    for _ in range(60):
+        policy = Policy(regard=rng.choice((0.0, 1.0, 2.5)), trust_s=rng.choice((0.5, 3.0, 15.0)))
+        board.order = rng.choice((FCFS, SRPT, ORDER))
+        covered = rng.choice((0, 0, rng.randint(1, 60)))
+        now = play.now + rng.choice((0.0, rng.uniform(0.0, 20.0)))
+        prompt = Prompt(
+            num_tokens=rng.randint(1, 4000), now=now, since_s=now - rng.choice((0.0, rng.uniform(-9.0, 9.0))),
+            own={worker.id: rng.randint(0, 62) for worker in rng.sample(prefill, rng.randint(0, 5))}, covered=covered,
+            ranked={place: rng.uniform(0.0, 4.0) for place in rng.sample(range(5), rng.choice((0, 0, 2)))},
+            known=rng.choice((None, prefill[0].costs)))
+        ours, arrays = survey(board, prompt, policy), survey(board, prompt, policy, native=False)
+        left_out = () if covered else ("rest_s", "pull_s", "bound_s")
+        for field in dataclasses.fields(ours):
+            if field.name not in left_out:
+                found, expected = getattr(ours, field.name), getattr(arrays, field.name)
+                assert same(found, expected), (field.name, found, expected)
+
+
+@needs_it
+def test_boards_that_contradict_themselves_are_refused() -> None:
+    _, prefill, _ = busy_town(0)
+    board = PrefillBoard(prefill)
+    board.refresh()
+    prompt = Prompt(100, 0.0, 0.0, {}, 0, {9: 1.0}, None)
+    with pytest.raises(ValueError, match="not on the board"):
+        survey(board, prompt, Policy())
+    board._lengths[0] = 10**6
+    with pytest.raises(ValueError, match="longer than its room"):
+        survey(board, dataclasses.replace(prompt, ranked={}), Policy())
+    board._cells = board._cells[:3].copy()
+    with pytest.raises(ValueError, match="bytes"):
+        survey(board, dataclasses.replace(prompt, ranked={}), Policy())
+
+
+@needs_it
+def test_a_simulation_decides_the_same_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decisions() -> list[Any]:
+        said: list[Any] = []
+        simulate(busy(80), options(tmp_path, policy="moonbus", prefill=3), log=lambda now, event, effects: said.extend(
+            (now, effect.message) for effect in effects if isinstance(effect, Reply)))
+        return said
+
+    with_it = decisions()
+    monkeypatch.setattr(surveys, "WHY_NOT", "left out")
+    assert decisions() == with_it
