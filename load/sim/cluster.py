@@ -281,15 +281,11 @@ class Cluster:
             request=job.request, model=self._spec.model, spec=self._digest, tenant="", num_tokens=job.num_tokens,
             keys=b"".join(job.keys), max_tokens=max(job.output_tokens, 1), attempt=job.attempt,
             exclude=[WorkerId(name) for name in job.excluded],
-            ttft_slo_s=self._ttft_left_s(job) if self.options.asks_slo else None,
+            ttft_slo_s=objective.ttft_bound_s(job.num_tokens, self._profile) if self.options.asks_slo else None,
             tbt_slo_s=objective.tbt_s if self.options.asks_slo else None, waited_s=self.loop.now - job.to_place_s)
         driver = self.drivers[self._asked % len(self.drivers)]
         self._asked += 1
         self.loop.after(self._delay_s, driver.ask, ask, lambda answer: self._placed(job, answer))
-
-    def _ttft_left_s(self, job: Job) -> float:
-        bound_s = self.outcomes.objective.ttft_bound_s(job.num_tokens, self._profile)
-        return max(bound_s - (self.loop.now - job.to_place_s), 0.001)
 
     def _placed(self, job: Job, answer: Placement | Rejection) -> None:
         if isinstance(answer, Rejection) and answer.wait_s > 0:

@@ -43,12 +43,12 @@ class PlaceRequest(Message, frozen=True):
     exclude: list[WorkerId] = []
     """Workers that must not get it: failed before, or excluded by the client."""
     ttft_slo_s: float | None = None
+    """Bound on the first token, from the moment on when this attempt was to be placed first."""
     tbt_slo_s: float | None = None
     head_start_s: float = 0.0
     """Where prompts queue, it counts as having come so much earlier; below 0: later."""
     waited_s: float = 0.0
-    """How long this attempt has been held since it was to be placed first: taken off ``ttft_slo_s`` already, and to be
-    taken off any other bound on the first token."""
+    """How long ago that moment was: to be taken off the bound on the first token, be it the request's or another."""
 
 
 class Source(Part, frozen=True):
@@ -142,6 +142,9 @@ class Rejection(Message, frozen=True):
     """Ask again after so many seconds: there is room by then as predicted, and the request still in time. 0: do not."""
     spare_s: float = 0.0
     """Where ``wait_s`` is set: it may wait so long at most and would still be in time."""
+    late_s: float = 0.0
+    """With code ``ttft``: how much later than asked the first token may come; had the request waited so much less, it
+    would have been taken."""
 
 
 class Placed(Message, frozen=True):

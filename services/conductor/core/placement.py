@@ -268,7 +268,7 @@ class Placer:
     def place(self, ask: PlaceRequest, cluster: Cluster, usable: Usable, match: Match, *,
               now: float) -> Placement | Rejection:
         """The decision on ``ask``; changes nothing but the generator. ``match`` is over at most the reusable blocks."""
-        reasons = Reasons(ask, now)
+        reasons = Reasons(ask, self._policy, now)
         if not usable.prefill or not usable.decode:
             return reasons.no_worker(prefill=len(usable.prefill), decode=len(usable.decode), excluded=usable.excluded,
                                      retry_after_s=self._policy.suspect_after_s)
@@ -286,7 +286,7 @@ class Placer:
         if not decode:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates, spare_s=spare_s)
         if ttft_slo_s is not None and spare_s < 0:
-            return reasons.ttft(prefill.ttft_s, prefill.queue_s, ttft_slo_s, candidates)
+            return reasons.ttft(prefill.ttft_s, prefill.queue_s, candidates)
         tbt_slo_s = ask.tbt_slo_s or self._policy.tbt_slo_s
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
             return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates, spare_s=spare_s)

@@ -61,9 +61,12 @@ class Policy:
     converge_within_s: float = 3.0
     """After the start: time after which the conductor serves with what it has."""
 
+    def ttft_asked_s(self, ask: PlaceRequest) -> float | None:
+        """Within how many seconds after it was to be placed first ``ask`` must have its first token: what it says
+        itself, else ``ttft_slo_s``; ``None`` for no limit."""
+        return ask.ttft_slo_s or self.ttft_slo_s
+
     def ttft_left_s(self, ask: PlaceRequest) -> float | None:
-        """Within how many seconds from now ``ask`` must have its first token: what it says itself, or what is left of
-        ``ttft_slo_s``; ``None`` for no limit."""
-        if ask.ttft_slo_s:
-            return ask.ttft_slo_s
-        return None if self.ttft_slo_s is None else max(self.ttft_slo_s - ask.waited_s, _LEAST_S)
+        """The same from now on: what it has waited is taken off."""
+        asked_s = self.ttft_asked_s(ask)
+        return None if asked_s is None else max(asked_s - ask.waited_s, _LEAST_S)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.conductor.core.cluster import Worker, beginning
+from services.conductor.core.cluster import DOUBT, Worker, beginning
+from services.conductor.core.policy import Policy
 from shared.messages import Candidate, PlaceRequest, Rejection, RejectionCode
 
 _SHORTEST_S, _LONGEST_S = 0.2, 60.0
@@ -17,8 +18,8 @@ _SHORTEST_S, _LONGEST_S = 0.2, 60.0
 class Reasons:
     """The rejections of one request."""
 
-    def __init__(self, ask: PlaceRequest, now: float) -> None:
-        self._ask, self._now = ask, now
+    def __init__(self, ask: PlaceRequest, policy: Policy, now: float) -> None:
+        self._ask, self._policy, self._now = ask, policy, now
 
     def no_worker(self, *, prefill: int, decode: int, excluded: int, retry_after_s: float) -> Rejection:
         """Nobody serves this model, or nobody who is left may."""
@@ -52,14 +53,20 @@ class Reasons:
             wait_s -= max_queue_s
         return self._rejection("capacity", message, wait_s, candidates, spare_s=spare_s)
 
-    def ttft(self, ttft_s: float, queue_s: float, slo_s: float, candidates: list[Candidate]) -> Rejection:
-        """The first token would come too late."""
-        alone_s = ttft_s - queue_s
-        message = f"the first token is predicted after {ttft_s:.2f} s, asked are {slo_s:.2f} s"
-        if alone_s > slo_s:
+    def ttft(self, ttft_s: float, queue_s: float, candidates: list[Candidate]) -> Rejection:
+        """The first token would come ``ttft_s`` seconds from now, ``queue_s`` of them in a queue: too late."""
+        asked_s, waited_s = self._policy.ttft_asked_s(self._ask) or 0.0, self._ask.waited_s
+        alone_s, after_s = ttft_s - queue_s, waited_s + ttft_s
+        parts = f" ({waited_s:.2f} s waited already, {ttft_s:.2f} s from now)" if waited_s else ""
+        message = f"the first token is predicted after {after_s:.2f} s{parts}, asked are {asked_s:.2f} s"
+        retry_after_s = ttft_s - asked_s  # by whoever asks again nothing has been waited
+        if alone_s > asked_s:
             message = f"{message}; without a queue it would be {alone_s:.2f} s"
-            return self._rejection("ttft", message, queue_s, candidates)
-        return self._rejection("ttft", message, ttft_s - slo_s, candidates)
+            retry_after_s = queue_s
+        elif after_s <= asked_s:
+            message = f"{message}, and the queue of {queue_s:.2f} s may be {DOUBT:.0%} longer than predicted"
+        late_s = max(after_s + DOUBT * queue_s - asked_s, 0.0)
+        return self._rejection("ttft", message, retry_after_s, candidates, late_s=late_s)
 
     def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate], *,
             spare_s: float = 0.0) -> Rejection:
@@ -69,9 +76,9 @@ class Reasons:
             worker.next_free_s(self._now), candidates, spare_s=spare_s if worker.batch() else 0.0)
 
     def _rejection(self, code: RejectionCode, message: str, retry_after_s: float,
-                   candidates: list[Candidate], *, spare_s: float = 0.0) -> Rejection:
+                   candidates: list[Candidate], *, spare_s: float = 0.0, late_s: float = 0.0) -> Rejection:
         retry_after_s = min(max(retry_after_s, _SHORTEST_S), _LONGEST_S)
         waits = retry_after_s <= spare_s
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
                          retry_after_s=retry_after_s, wait_s=retry_after_s if waits else 0.0,
-                         spare_s=spare_s if waits else 0.0)
+                         spare_s=spare_s if waits else 0.0, late_s=late_s)

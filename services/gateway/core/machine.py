@@ -6,7 +6,8 @@
              ▲            │            │             │
              └────────────┴────────────┴─────────────┘  another attempt, without the worker that failed
 
-* *placing*: the conductors are asked; none answering is waited for until ``place_timeout_s`` (one may be restarting).
+* *placing*: the conductors are asked; none answering is waited for until ``place_timeout_s`` (one may be restarting),
+  or until the first token would be late.
 * *reserving*: the decode worker is asked for landing room; no grant, no prefill.
 * *prefilling*: the prefill worker has the job (or is about to); the first token is awaited.
 * *streaming*: tokens have been delivered. An attempt that fails now can be repeated only when the client has seen
@@ -26,6 +27,7 @@ spoken, nothing that is heard of or from the prefill worker matters any more. A 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 from zlib import crc32
@@ -249,8 +251,14 @@ class RequestMachine:
         """When the present attempt was to be placed first."""
         self._place_until_s = 0.0
         self._place_tries = 0
+        self._asked_s = 0.0
+        """When the conductors were asked last."""
         self._waits = 0
         """How often this attempt was told to wait for room."""
+        self._unheard_since_s: float | None = None
+        """When the conductors were asked that have not answered since."""
+        self._unheard_s = 0.0
+        """How long this attempt waited for conductors that did not answer."""
         self._ask_again_s: float | None = None
         self._gap_since_s: float | None = None
         self._look_at_s: float | None = None
@@ -343,26 +351,25 @@ class RequestMachine:
         self._attempt_s = now
         self._place_until_s = now + self.limits.place_timeout_s
         self._place_tries = self._waits = 0
+        self._unheard_since_s, self._unheard_s = None, 0.0
         return self._ask_conductor(now)
 
     def _ask_conductor(self, now: float) -> list[Effect]:
-        self._ask_again_s = None
+        self._ask_again_s, self._asked_s = None, now
         self._place_tries += 1
         job = self.job
         message = PlaceRequest(
             request=job.request, model=job.model, spec=job.spec, tenant=job.tenant, num_tokens=job.num_tokens,
             keys=job.keys, max_tokens=job.sampling.max_tokens, attempt=self.attempt, exclude=list(self._excluded),
-            ttft_slo_s=self._ttft_left_s(now), tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s,
+            ttft_slo_s=job.ttft_slo_s, tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s,
             waited_s=now - self._attempt_s)
         timeout_s = max(0.05, min(self.limits.place_try_s, self._place_until_s - now, self._deadline_s - now))
         return [AskConductor(message, self._tag("place"), timeout_s)]
 
-    def _ttft_left_s(self, now: float) -> float | None:
-        """What is left of the bound on the first token; another attempt has as long as the first one had."""
-        slo_s = self.job.ttft_slo_s
-        return None if slo_s is None else max(slo_s - (now - self._attempt_s), 0.001)
-
     def _answered(self, message: object, now: float) -> list[Effect]:
+        if self._unheard_since_s is not None:
+            self._unheard_s += now - self._unheard_since_s
+            self._unheard_since_s = None
         match self.state, message:
             case "placing", Placement() as placement:
                 self.decisions.append(Decision(attempt=self.attempt, at_s=now, answer=placement))
@@ -387,14 +394,14 @@ class RequestMachine:
 
     def _unanswered(self, why: str, gone: bool, now: float) -> list[Effect]:
         if self.state == "placing":
+            if self._unheard_since_s is None:
+                self._unheard_since_s = self._asked_s
             again_s = now + self._retry_delay_s(self._place_tries - 1)
-            if again_s < min(self._place_until_s, self._deadline_s):
+            if again_s < min(self._place_until_s, self._deadline_s, self._late_s()):
                 self._note(f"no conductor: {why}")
                 self._ask_again_s = again_s
                 return []
-            return self._end("rejected", Problem(
-                status=503, code="no_conductor", retry_after_s=1.0,
-                message=f"no conductor answered within {self.limits.place_timeout_s:g} s; the last time: {why}"))
+            return self._no_conductor(now - self._unheard_since_s, f"the last time: {why}")
         if self._handed_over:
             return []
         worker = self._asked_worker()
@@ -415,9 +422,20 @@ class RequestMachine:
         if rejection.code == "no_worker" and self._contention is not None:
             # we excluded the workers ourselves because they were full: that is contention, not absence
             return self._end("rejected", self._contention)
+        if 0 < self._unheard_s >= rejection.late_s > 0:
+            return self._no_conductor(self._unheard_s, f"now {rejection.message}")  # else it would have been in time
         return self._end("rejected", Problem(
             status=REJECTED_STATUS.get(rejection.code, 503), code=rejection.code, message=rejection.message,
             retry_after_s=rejection.retry_after_s))
+
+    def _no_conductor(self, unheard_s: float, then: str) -> list[Effect]:
+        return self._end("rejected", Problem(
+            status=503, code="no_conductor", retry_after_s=1.0,
+            message=f"no conductor answered for {unheard_s:.2f} s; {then}"))
+
+    def _late_s(self) -> float:
+        """When the bound on the first token will have passed. Another attempt has as long as the first one had."""
+        return math.inf if self.job.ttft_slo_s is None else self._attempt_s + self.job.ttft_slo_s
 
     # -- reserving and prefilling -----------------------------------------------------------------------------------
 

@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.ids import BlockKey, WorkerId
+from services.conductor.core.machine import Conductor
+from services.conductor.core.policies.registry import make_policy
+from services.conductor.core.policy import Policy
+from shared.ids import BlockKey, ConductorId, WorkerId
 from shared.kv import Tier
 from shared.machine import Publish, Reply
 from shared.messages import Placed, Placement, Profile, Rejection, Source
@@ -19,6 +22,7 @@ from tests.unit.conductor.builders import (
     OTHER_SPEC,
     PROFILE,
     SPEC,
+    Names,
     answer,
     ask,
     chain,
@@ -236,7 +240,7 @@ class TestRejections:
         answer(play, ask("before", [], tokens=1000, max_tokens=20))
         play >> progress("before", "p1", "prefilled") >> load("d1", role="decode", free_blocks=10, running=1)
         assert rejected(play, waited_s=1.0).spare_s == pytest.approx(4.0 - 1.01)
-        assert rejected(play, waited_s=1.0, ttft_slo_s=5.0).spare_s == pytest.approx(5.0 - 1.01), "what is left"
+        assert rejected(play, waited_s=1.0, ttft_slo_s=6.0).spare_s == pytest.approx(5.0 - 1.01), "its own comes first"
         assert rejected(play, waited_s=4.0).wait_s == 0.0
         assert "a wait of nan seconds" in rejected(play, waited_s=float("nan")).message
 
@@ -253,6 +257,28 @@ class TestRejections:
         assert rejection.retry_after_s == pytest.approx(3.01 + 1.01 - 2.0)
         hopeless = rejected(play, ttft_slo_s=0.5)
         assert "without a queue it would be 1.01 s" in hopeless.message
+        assert (rejection.late_s, hopeless.late_s) == (pytest.approx(2.17, 1e-3), pytest.approx(3.67, 1e-3))
+
+    @pytest.mark.parametrize("of_settings", [False, True])
+    @pytest.mark.parametrize("placer", ["ours", "theirs"])
+    @pytest.mark.parametrize("waited_s", [1.5, 2.0, 7.0])
+    def test_a_bound_that_was_waited_for_is_told_as_it_was_asked(self, of_settings: bool, placer: str,
+                                                                 waited_s: float) -> None:
+        settings = {"ttft_slo_s": 2.0 if of_settings else None}
+        machine = Conductor(ConductorId("c"), Names(), Policy(**settings), seed=1, placer=None if placer == "ours" else
+                            make_policy("mooncake_a1", "slo", ConductorId("c"), Policy(**settings), seed=1))
+        play = stage(hello("p1"), hello("d1", "decode"), machine=machine)
+        rejection = rejected(play, waited_s=waited_s, ttft_slo_s=None if of_settings else 2.0)
+        assert rejection.message == (f"the first token is predicted after {waited_s + 1.01:.2f} s ({waited_s:.2f} s "
+                                     "waited already, 1.01 s from now), asked are 2.00 s")
+        assert rejection.late_s == pytest.approx(waited_s + 1.01 - 2.0)
+        assert rejection.retry_after_s == 0.2, "asked anew it would be in time"
+
+    def test_a_queue_that_may_be_too_long(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode")) >> load("p1", queued=1, queued_tokens=3000)
+        rejection = rejected(play, ttft_slo_s=4.1)
+        assert rejection.message == ("the first token is predicted after 4.02 s, asked are 4.10 s, and the queue of "
+                                     "3.01 s may be 5% longer than predicted")
 
     def test_tokens_too_slow(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode")) >> load("d1", role="decode", running=5, context_tokens=5000)

@@ -225,7 +225,7 @@ def test_early_rejection_sees_what_decodes_now_and_prediction_what_will() -> Non
     request = ask(200)
     taken = predicted.check(PlaceRequest(request=coming, model="toy", spec=SPEC.digest, tenant="", num_tokens=200,
                                          keys=b"", max_tokens=10), prediction, scene.usable(), Policy(),
-                            Reasons(request, 0.0), [], now=0.0)
+                            Reasons(request, Policy(), 0.0), [], now=0.0)
     assert taken is None  # its prefill is predicted to end at 1.5 s
     assert _step_s(predicted, scene, then_s=later, now=now) == batch(batch=2, context_tokens=300)
     # at 12 s the first has decoded for over 10 s

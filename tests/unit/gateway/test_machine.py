@@ -194,9 +194,9 @@ def test_who_can_wait_for_room_and_be_in_time_waits() -> None:
     script = at_place(ttft_slo_s=10.0)
     full = Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=2, wait_s=2)
     script.reply(full).done()
-    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=8.0)
+    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=10.0, waited_s=2.0)
     script.reply(full).done()
-    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=6.0)
+    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=10.0, waited_s=4.0)
     script.reply(Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=9)) \
         << cancelled() << ends("rejected", "capacity", 429)
     made = script.machine
@@ -217,7 +217,7 @@ def test_no_attempt_waits_longer_than_the_bound(slo_s: float | None, attempts: i
                 made.handle(Answered(question.tag, placement(attempt=made.attempt)), now=now)
                 effects = made.handle(Answered(Tag("reserve", made.attempt, 2), refused("capacity")), now=now)
                 break
-            spare_s = (5.0 - ask.waited_s if ask.ttft_slo_s is None else ask.ttft_slo_s) - 0.1
+            spare_s = (5.0 if ask.ttft_slo_s is None else ask.ttft_slo_s) - ask.waited_s - 0.1
             waits = spare_s >= 0.2
             effects = made.handle(Answered(question.tag, Rejection(
                 request=REQUEST, code="capacity", message="m", retry_after_s=0.2, wait_s=0.2 if waits else 0.0,
@@ -252,6 +252,37 @@ def test_conductors_may_not_be_away_for_ever() -> None:
         asked += 1
     assert [type(effect) for effect in effects] == [Tell, Ended]
     assert effects[1] == ends("rejected", "no_conductor", 503) and asked == 4
+
+
+def test_nobody_waits_for_conductors_beyond_its_bound() -> None:
+    script = at_place(ttft_slo_s=0.2)
+    script.silence(gone=True).done()
+    script >> after(0.1) << asks_place(waited_s=pytest.approx(0.1))
+    script.silence(gone=True) << cancelled() << ends("rejected", "no_conductor", 503)
+
+
+@pytest.mark.parametrize(("late_s", "code", "status"), [(0.25, "no_conductor", 503), (0.75, "ttft", 429)])
+def test_who_is_late_because_no_conductor_answered_is_told_so(late_s: float, code: str, status: int) -> None:
+    """The conductors are away for half a second; before it and after it room is waited for."""
+    script = at_place(ttft_slo_s=10.0)
+    full = Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=2, wait_s=2)
+    script.reply(full) >> after(2.0) << asks_place()
+    (script >> after(0.4)).silence() >> after(0.1) << asks_place(waited_s=2.5)
+    script.reply(full) >> after(2.0) << asks_place(waited_s=4.5)
+    script.reply(Rejection(request=REQUEST, code="ttft", message="why", retry_after_s=2, late_s=late_s)) \
+        << cancelled() << like(Ended, outcome="rejected", problem=like(Problem, code=code, status=status))
+    if code == "no_conductor":
+        told = script.story[-1].problem
+        assert told.message == "no conductor answered for 0.50 s; now why" and told.headers()["retry-after"] == "1"
+
+
+def test_another_attempt_may_be_late_of_its_own() -> None:
+    script = at_place(ttft_slo_s=10.0)
+    script.silence() >> after(0.1) << asks_place()
+    script.reply(placement()) << asks(D1)
+    script.reply(refused("draining")) << cancelled(0) << asks_place(attempt=1)
+    script.reply(Rejection(request=REQUEST, code="ttft", message="why", retry_after_s=2, late_s=0.01)) \
+        << cancelled() << ends("rejected", "ttft", 429)
 
 
 def test_a_late_answer_to_a_repeated_question_is_not_heard() -> None:

@@ -121,7 +121,7 @@ class PublishedPolicy(ABC):
     def place(self, ask: PlaceRequest, cluster: Cluster, usable: Usable, match: Match, *,
               now: float) -> Placement | Rejection:
         """See :class:`PlacementPolicy`."""
-        reasons = Reasons(ask, now)
+        reasons = Reasons(ask, self._policy, now)
         if not usable.prefill or not usable.decode:
             return reasons.no_worker(prefill=len(usable.prefill), decode=len(usable.decode), excluded=usable.excluded,
                                      retry_after_s=self._policy.suspect_after_s)
