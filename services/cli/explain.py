@@ -60,12 +60,12 @@ def _decision(decision: Decision, row: RequestRow) -> list[RenderableType]:
     answer = decision.answer
     if isinstance(answer, Rejection):
         return [
-            Text.from_markup(f"{head}: [yellow]rejected[/] with code [bold]{escape(answer.code)}[/], try again after "
-                             f"{format_seconds(answer.retry_after_s)}"),
-            Text(answer.message), *_candidates(answer.candidates, None)]
+            Text.from_markup(f"{head}: [yellow]rejected[/]{_policy(answer)} with code [bold]{escape(answer.code)}[/], "
+                             f"try again after {format_seconds(answer.retry_after_s)}"),
+            Text(answer.message), *_candidates(answer.candidates, None), *_decode(answer)]
     parts: list[RenderableType] = [
-        Text.from_markup(f"{head}, by {escape(answer.conductor)}: prefill on [bold]{escape(answer.prefill)}[/], "
-                         f"decode on [bold]{escape(answer.decode)}[/]")]
+        Text.from_markup(f"{head}, by {escape(answer.conductor)}{_policy(answer)}: prefill on "
+                         f"[bold]{escape(answer.prefill)}[/], decode on [bold]{escape(answer.decode)}[/]")]
     if decision.code:
         parts.append(Text.from_markup(f"[red]ended early[/] with {escape(decision.code)}: {escape(decision.message)}"))
     parts += _candidates(answer.candidates, answer)
@@ -73,15 +73,26 @@ def _decision(decision: Decision, row: RequestRow) -> list[RenderableType]:
         parts.append(Text("fetched: " + ", ".join(
             f"blocks {source.first_block}-{source.first_block + source.num_blocks - 1} from {source.owner}"
             for source in answer.sources)))
-    if answer.decode_candidates:
-        parts.append(Text("decode, predicted TBT: " + ", ".join(
-            f"{one.decode} {format_seconds(one.tbt_s)}" + (f" (has {one.own_blocks} blocks)" if one.own_blocks else "")
-            for one in answer.decode_candidates)))
+    parts += _decode(answer)
     if answer.reuse_gain_s:
         parts.append(Text(f"more copies of its prefix would have saved {format_seconds(answer.reuse_gain_s)}"))
     if decision is row.decisions[-1]:
         parts.append(_outcome(answer, decision, row))
     return parts
+
+
+def _policy(answer: Placement | Rejection) -> str:
+    """Whose policy decided, where it was not our own."""
+    return f" (policy {escape(answer.policy)})" if answer.policy else ""
+
+
+def _decode(answer: Placement | Rejection) -> list[RenderableType]:
+    """The decode workers that were looked at."""
+    if not answer.decode_candidates:
+        return []
+    return [Text("decode, predicted TBT: " + ", ".join(
+        f"{one.decode} {format_seconds(one.tbt_s)}" + (f" (has {one.own_blocks} blocks)" if one.own_blocks else "")
+        for one in answer.decode_candidates))]
 
 
 def _candidates(candidates: Sequence[Candidate], chosen: Placement | None) -> list[RenderableType]:

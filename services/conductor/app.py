@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.conductor.core.machine import Conductor
-from services.conductor.core.policies.registry import make_policy
+from services.conductor.core.policies.registry import OURS, make_policy
 from services.conductor.settings import Settings
 from services.conductor.shell import ConductorShell, Subjects
 from shared.bus.nats import NatsBus
@@ -26,7 +26,8 @@ def main(overrides: Mapping[str, Any]) -> int:
         seed = settings.seed if settings.seed >= 0 else secrets.randbits(32)
         policy = settings.policy()
         placer = make_policy(settings.placement, settings.admission, conductor, policy, seed=seed)
-        machine = Conductor(conductor, Subjects(), policy, seed=seed, placer=placer)
+        machine = Conductor(conductor, Subjects(), policy, seed=seed, placer=placer,
+                            published="" if settings.placement == OURS else settings.placement)
         async with NatsBus.connect(settings.nats_url, name=conductor, credentials=settings.nats_credentials) as bus:
             async with ConductorShell(machine, bus, SystemClock()).open():
                 lifecycle.ready()

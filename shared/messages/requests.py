@@ -123,6 +123,8 @@ class Placement(Message, frozen=True):
     reuse_gain_s: float = 0.0
     """Seconds by which its first token would have come sooner, as predicted, had every prefill worker held what
     anybody holds of its prefix: what more copies of that prefix would be worth."""
+    policy: str = ""
+    """The published policy that decided; empty for our own."""
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -145,6 +147,10 @@ class Rejection(Message, frozen=True):
     late_s: float = 0.0
     """With code ``ttft``: how much later than asked the first token may come; had the request waited so much less, it
     would have been taken."""
+    decode_candidates: list[DecodeCandidate] = []
+    """As far as decode workers were looked at, best first."""
+    policy: str = ""
+    """As in :class:`Placement`."""
 
 
 class Placed(Message, frozen=True):

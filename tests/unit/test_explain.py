@@ -96,6 +96,22 @@ def test_a_rejection_says_its_code_when_to_come_back_and_what_was_weighed(shown)
     assert "prefill-2 0 0 0 0 2.5s 2.5s 0" in words and "→" not in words
 
 
+def test_a_rejection_for_slow_tokens_shows_the_decode_workers(shown) -> None:
+    no = Rejection(request=RequestId("req-1"), code="tbt", retry_after_s=1.5, message="slow", policy="mooncake_a1",
+                   decode_candidates=PLACED.decode_candidates)
+    words = " ".join(shown(outcome="rejected", code="tbt", decisions=[
+        Decision(attempt=0, at_s=0.01, answer=no)]).split())
+    assert "after arrival: rejected (policy mooncake_a1) with code tbt" in words
+    assert "decode, predicted TBT: decode-1 20.0 ms (has 2 blocks), decode-2 30.0 ms" in words
+
+
+def test_the_policy_of_others_is_named(shown) -> None:
+    placed = msgspec.structs.replace(PLACED, policy="dynamo_kv")
+    words = " ".join(shown(decisions=[Decision(attempt=0, at_s=0.1, answer=placed)]).split())
+    assert "by conductor-7 (policy dynamo_kv): prefill on prefill-1" in words
+    assert "policy" not in shown()
+
+
 def test_nothing_recorded_is_said(shown) -> None:
     assert "no conductor answered" in shown(decisions=[], outcome="rejected", code="no_conductor")
     assert "no decision is recorded" in shown(decisions=[])

@@ -61,6 +61,7 @@ from shared.messages import (
     IndexState,
     Load,
     Placed,
+    Placement,
     PlaceRequest,
     Progress,
     Refuse,
@@ -171,9 +172,10 @@ class Conductor:
     """See the module. One instance decides alone; several share their decisions as ``Placed``."""
 
     def __init__(self, conductor: ConductorId, addresses: Addresses, policy: Policy, *, seed: int,
-                 placer: PlacementPolicy | None = None) -> None:
-        """``placer`` decides instead of our own policy; ``seed`` is that of our own."""
+                 placer: PlacementPolicy | None = None, published: str = "") -> None:
+        """``placer`` decides instead of our own policy, and ``published`` is its name; ``seed`` is that of our own."""
         self.id = conductor
+        self._published = published
         self._addresses, self._policy = addresses, policy
         self._membership = Membership(policy.suspect_after_s, policy.dead_after_s)
         self._feed = FeedTracker(hold_s=policy.hold_s, by_page=True)
@@ -321,11 +323,11 @@ class Conductor:
             return [Reply(token, _malformed(ask, wrong))]
         pool = self._pool(ask.spec, now)
         match, usable = self._match(ask, pool), self._asked_of(ask, pool)
-        answer = self._placer.place(ask, self._cluster, usable, match, now=now)
+        answer = self._decide(ask, usable, match, now)
         if (isinstance(answer, Rejection) and answer.code == "capacity" and pool.roles is not None
                 and _is_full(usable, ask) and pool.roles.call_decode(pool.takers, now)):
             usable = self._asked_of(ask, self._pool(ask.spec, now))
-            answer = self._placer.place(ask, self._cluster, usable, match, now=now)
+            answer = self._decide(ask, usable, match, now)
         if isinstance(answer, Rejection):
             return [Reply(token, answer)]
         placed = Placed(placement=msgspec.structs.replace(answer, candidates=[], decode_candidates=[]),
@@ -334,6 +336,10 @@ class Conductor:
                         head_start_s=ask.head_start_s, tbt_slo_s=ask.tbt_slo_s or self._policy.tbt_slo_s)
         self._count(placed, now)
         return [Reply(token, answer), Publish(self._addresses.placed, placed)]
+
+    def _decide(self, ask: PlaceRequest, usable: Usable, match: Match, now: float) -> Placement | Rejection:
+        answer = self._placer.place(ask, self._cluster, usable, match, now=now)
+        return msgspec.structs.replace(answer, policy=self._published) if self._published else answer
 
     def _match(self, ask: PlaceRequest, pool: _Pool) -> Match:
         """What is held, and what is promised, of the blocks that can be reused: not the one of the last token."""

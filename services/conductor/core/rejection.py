@@ -9,14 +9,16 @@ from collections.abc import Sequence
 
 from services.conductor.core.cluster import DOUBT, Worker, beginning
 from services.conductor.core.policy import Policy
-from shared.messages import Candidate, PlaceRequest, Rejection, RejectionCode
+from shared.messages import Candidate, DecodeCandidate, PlaceRequest, Rejection, RejectionCode
 
 _SHORTEST_S, _LONGEST_S = 0.2, 60.0
 """Bounds of ``retry_after_s``: less would be a loop, more would outlive the prediction."""
 
 
 class Reasons:
-    """The rejections of one request."""
+    """The rejections of one request; they show ``decode`` candidates once those are known."""
+
+    decode: Sequence[DecodeCandidate] = ()
 
     def __init__(self, ask: PlaceRequest, policy: Policy, now: float) -> None:
         self._ask, self._policy, self._now = ask, policy, now
@@ -81,4 +83,4 @@ class Reasons:
         waits = retry_after_s <= spare_s
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
                          retry_after_s=retry_after_s, wait_s=retry_after_s if waits else 0.0,
-                         spare_s=spare_s if waits else 0.0, late_s=late_s)
+                         spare_s=spare_s if waits else 0.0, late_s=late_s, decode_candidates=list(self.decode))

@@ -282,7 +282,10 @@ class TestRejections:
 
     def test_tokens_too_slow(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode")) >> load("d1", role="decode", running=5, context_tokens=5000)
-        assert rejected(play, tbt_slo_s=0.05).code == "tbt"
+        rejection = rejected(play, tbt_slo_s=0.05)
+        assert rejection.code == "tbt" and rejection.policy == ""
+        assert [one.decode for one in rejection.decode_candidates] == ["d1"]
+        assert rejection.decode_candidates[0].tbt_s > 0.05
         assert isinstance(answer(play, ask("r", [], tokens=10, tbt_slo_s=0.2)), Placement)
 
     def test_limits_of_the_settings_count_when_the_request_has_none(self) -> None:

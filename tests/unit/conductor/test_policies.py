@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.machine import Conductor
 from services.conductor.core.placement import Usable
 from services.conductor.core.policies import llmd_scorer, sglang_cache_aware
 from services.conductor.core.policies.admission import EarlyRejection, PredictedRejection, Prediction
@@ -21,7 +22,8 @@ from services.conductor.core.rejection import Reasons
 from shared.errors import UserError
 from shared.ids import ConductorId, RequestId, WorkerId
 from shared.messages import Placement, PlaceRequest, Progress, Rejection
-from tests.unit.conductor.builders import BLOCK_TOKENS, SPEC, hello, life_of, load
+from tests.unit.conductor.builders import BLOCK_TOKENS, SPEC, Names, answer, hello, life_of, load, stage
+from tests.unit.conductor.builders import ask as asked
 
 C = ConductorId("c1")
 
@@ -205,7 +207,23 @@ def test_slo_turns_away_what_the_pair_cannot_do() -> None:
     assert answer.retry_after_s == pytest.approx(0.2)  # 1.64 s against 1.5 s; the shortest wait there is
     answer = scene.place("mooncake_a1", 640, admission="slo", tbt_slo_s=0.01)
     assert isinstance(answer, Rejection) and answer.code == "tbt"
+    assert {one.decode for one in answer.decode_candidates} == {"d1", "d2"}
     assert isinstance(scene.place("mooncake_a1", 640, admission="baseline", tbt_slo_s=0.01), Placement)
+
+
+@pytest.mark.parametrize("policy", PUBLISHED)
+@pytest.mark.parametrize("tbt_slo_s", [None, 0.01])
+def test_what_others_decide_says_whose_policy_it_was_and_what_decode_workers_there_were(
+        policy: str, tbt_slo_s: float | None) -> None:
+    placer = make_policy(policy, "slo", C, Policy(), seed=1)
+    machine = Conductor(C, Names(), Policy(), seed=1, placer=placer, published=policy)
+    play = stage(*(hello(name, "prefill" if name[0] == "p" else "decode") for name in ("p1", "p2", "d1", "d2")),
+                 machine=machine)
+    said = answer(play, asked("r", [], tokens=500, tbt_slo_s=tbt_slo_s))
+    assert isinstance(said, Placement if tbt_slo_s is None else Rejection)
+    assert said.policy == policy and {one.decode for one in said.decode_candidates} == {"d1", "d2"}
+    if isinstance(said, Placement):
+        assert said.decode_candidates[0].decode == said.decode, "the chosen one comes first"
 
 
 def _step_s(scheme: EarlyRejection, scene: Scene, *, then_s: float, now: float) -> float:

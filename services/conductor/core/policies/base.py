@@ -20,7 +20,7 @@ from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
 from shared.ids import ConductorId
-from shared.messages import Candidate, Placement, PlaceRequest, Rejection, Source
+from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
 
 
 class PlacementPolicy(Protocol):
@@ -132,6 +132,7 @@ class PublishedPolicy(ABC):
             prefill=choice.worker.id, queue_s=prediction.queue_s, transfer_s=prediction.transfer_s,
             prefill_s=prediction.prefill_s, own_blocks=choice.own_blocks,
             fetched_blocks=choice.hit_blocks - choice.own_blocks)]
+        reasons.decode = self._decode_candidates(view, decode)
         rejection = self._admission.check(ask, prediction, usable, self._policy, reasons, candidates, now=now)
         if rejection is not None:
             return rejection
@@ -142,7 +143,14 @@ class PublishedPolicy(ABC):
             own_blocks=choice.own_blocks, sources=list(choice.sources),
             hit_tokens=choice.hit_blocks * view.block_tokens,
             predicted_queue_s=prediction.queue_s, predicted_transfer_s=prediction.transfer_s,
-            predicted_prefill_s=prediction.prefill_s, predicted_tbt_s=prediction.tbt_s, candidates=candidates)
+            predicted_prefill_s=prediction.prefill_s, predicted_tbt_s=prediction.tbt_s, candidates=candidates,
+            decode_candidates=reasons.decode)
+
+    def _decode_candidates(self, view: View, chosen: Worker) -> list[DecodeCandidate]:
+        """The chosen one, then those with the shortest predicted steps."""
+        known = [DecodeCandidate(worker.id, view.tbt_s(worker), view.own(worker)) for worker in view.decode]
+        known.sort(key=lambda one: (one.decode != chosen.id, one.tbt_s))
+        return known[:self._policy.candidates]
 
     def _least(self, scored: Sequence[tuple[float, _T]]) -> _T:
         """The one with the least score; one of them drawn when several have it."""
