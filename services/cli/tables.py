@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
+from rich.table import Column, Table
+
 from services.cli.find import ask, settings
-from services.cli.output import compact_table, console, name_column
+from services.cli.output import compact_table, console, name_column, number_column
 from shared.bus.subjects import WORKERS
 from shared.messages import (
     WorkersQuery,
@@ -19,12 +21,19 @@ _STATE_COLOURS = {"alive": "green", "draining": "cyan", "suspect": "yellow", "de
 
 def workers(nats_url: str | None, data_dir: str | None) -> None:
     """Prints the cluster as a conductor sees it."""
-    reply = cast(WorkersReply, ask(settings(nats_url, data_dir), WORKERS.at(), WorkersQuery(), who="conductor"))
+    console.print(report(cast(WorkersReply, ask(
+        settings(nats_url, data_dir), WORKERS.at(), WorkersQuery(), who="conductor"))))
+
+
+def report(reply: WorkersReply) -> Table:
+    """A row for each worker."""
     width = max((len(worker.hello.worker) for worker in reply.workers), default=0)
     is_elastic = any(worker.hello.elastic for worker in reply.workers)
     now = [name_column("now", len("prefill"))] if is_elastic else []
-    table = compact_table(name_column("worker", width), "state", *now, "model", "device", "queued", "running",
-                          "free blocks", "indexed", "wait", title=f"Workers, as {reply.conductor} sees them")
+    table = compact_table(
+        name_column("worker", width), name_column("state", len("alive")), *now, "model", "device",
+        *map(number_column, ("queued", "running")), Column("free blocks", justify="right"),
+        *map(number_column, ("indexed", "wait")), title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
         loads = [one for one in (load, worker.other_load) if one is not None]
@@ -38,7 +47,7 @@ def workers(nats_url: str | None, data_dir: str | None) -> None:
             f"{load.free_blocks if load else '?'}/{hello.capacity_blocks}", str(worker.indexed_blocks),
             format_seconds(worker.waiting_s) if hello.role == "prefill" or hello.elastic else "",
         )
-    console.print(table)
+    return table
 
 
 def _role(worker: WorkerState) -> str:

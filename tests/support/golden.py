@@ -40,6 +40,8 @@ def sample(kind: inspect.Type, name: str) -> Any:
         case inspect.ListType():
             options = kind.item_type.types if isinstance(kind.item_type, inspect.UnionType) else (kind.item_type,)
             return [sample(option, f"{name}[{i}]") for i, option in enumerate(options)]
+        case inspect.DictType():
+            return {sample(kind.key_type, f"{name}.key"): sample(kind.value_type, f"{name}.value")}
         case inspect.UnionType():
             return sample(next(option for option in kind.types if not isinstance(option, inspect.NoneType)), name)
         case inspect.LiteralType():
