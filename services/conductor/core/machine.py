@@ -46,7 +46,7 @@ from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Fingerprint, Match, PrefixIndex, fingerprints, prints_of
 from services.conductor.core.promises import Promises
-from services.conductor.core.roles import Advice, Roles
+from services.conductor.core.roles import Advice, Roles, in_line
 from shared.errors import Bug
 from shared.ids import ConductorId, RequestId, SpecDigest, WorkerId
 from shared.kv import KEY_BYTES, Tier
@@ -183,7 +183,7 @@ class Conductor:
         self._promises = Promises(max_blocks=policy.max_promised)
         self._cluster = Cluster(policy)
         self._placer: PlacementPolicy = placer or Placer(conductor, policy, seed=seed)
-        #: published policies know workers at home only
+        #: published policies know workers at home, as long as there are any
         self._is_elastic = isinstance(self._placer, Placer)
         self._started_s: float | None = None
         #: when to look whether all have told their blocks; ``None`` before the start and once converged
@@ -394,11 +394,18 @@ class Conductor:
                 and not members[worker.id].draining]
 
     def _usable(self, takers: Sequence[Worker], roles: Roles | None, *, excluded: int) -> Usable:
-        """``takers`` by the role they have now, or, without ``roles``, at home."""
+        """``takers`` by the role they have now, or, without ``roles``, at home; where nobody is left at home, the first
+        in line of the other side stands in, if it can."""
         if roles is not None:
             return Usable(*roles.split(takers), excluded=excluded)
-        return Usable(prefill=[worker for worker in takers if worker.hello.role == "prefill"],
-                      decode=[worker for worker in takers if worker.hello.role == "decode"], excluded=excluded)
+        prefill = [worker for worker in takers if worker.hello.role == "prefill"]
+        decode = [worker for worker in takers if worker.hello.role == "decode"]
+        if len(takers) > 1:
+            if not decode and (worker := in_line(prefill)[-1]).does("decode"):
+                prefill, decode = [other for other in prefill if other is not worker], [worker]
+            elif not prefill and (worker := in_line(decode)[0]).does("prefill"):
+                prefill, decode = [worker], [other for other in decode if other is not worker]
+        return Usable(prefill, decode, excluded)
 
     def _roles_of(self, spec: SpecDigest, now: float) -> Roles:
         roles = self._roles.get(spec)

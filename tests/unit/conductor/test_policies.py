@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.conductor.core.cluster import Cluster, Worker
@@ -21,7 +22,7 @@ from services.conductor.core.policy import Policy
 from services.conductor.core.rejection import Reasons
 from shared.errors import UserError
 from shared.ids import ConductorId, RequestId, WorkerId
-from shared.messages import Placement, PlaceRequest, Progress, Rejection
+from shared.messages import Bye, Placement, PlaceRequest, Progress, Rejection
 from tests.unit.conductor.builders import BLOCK_TOKENS, SPEC, Names, answer, hello, life_of, load, stage
 from tests.unit.conductor.builders import ask as asked
 
@@ -224,6 +225,41 @@ def test_what_others_decide_says_whose_policy_it_was_and_what_decode_workers_the
     assert said.policy == policy and {one.decode for one in said.decode_candidates} == {"d1", "d2"}
     if isinstance(said, Placement):
         assert said.decode_candidates[0].decode == said.decode, "the chosen one comes first"
+
+
+@pytest.mark.parametrize("policy", PUBLISHED)
+@pytest.mark.parametrize("homes", ["pdd", "ppd"])
+@pytest.mark.parametrize("how", ["excluded", "gone", "draining"])
+def test_elastic_workers_stand_in_for_the_last_one_of_the_other_side(policy: str, homes: str, how: str) -> None:
+    placer = make_policy(policy, "none", C, Policy(), seed=1)
+    workers = [msgspec.structs.replace(hello(f"{home}{i}", "prefill" if home == "p" else "decode"), elastic=True)
+               for i, home in enumerate(homes)]
+    play = stage(*workers, machine=Conductor(C, Names(), Policy(), seed=1, placer=placer, published=policy))
+    (last,) = [worker for worker in workers if homes.count(worker.worker[0]) == 1]
+    exclude = []
+    match how:
+        case "excluded":
+            exclude = [last.worker]
+        case "gone":
+            play >> Bye(worker=last.worker, incarnation=last.incarnation)
+        case "draining":
+            play >> load(last.worker, role=last.role, draining=True)
+    left = {worker.worker for worker in workers} - {last.worker}
+    said = answer(play, asked("r", [], tokens=500, exclude=exclude))
+    assert isinstance(said, Placement) and {said.prefill, said.decode} == left
+    two = answer(play, asked("r2", [], tokens=500, exclude=[*exclude, *sorted(left)[:1]]))
+    assert isinstance(two, Rejection) and two.code == "no_worker", "nobody prefills for itself"
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_nobody_stands_in_while_somebody_is_at_home(elastic: bool) -> None:
+    placer = make_policy("round_robin", "none", C, Policy(), seed=1)
+    workers = [msgspec.structs.replace(hello(name, "prefill" if name[0] == "p" else "decode"), elastic=elastic)
+               for name in ("p1", "d1", "d2", "d3")]
+    play = stage(*workers, machine=Conductor(C, Names(), Policy(), seed=1, placer=placer, published="round_robin"))
+    assert {answer(play, asked(f"r{i}", [], tokens=500)).prefill for i in range(6)} == {"p1"}
+    alone = answer(play, asked("last", [], tokens=500, exclude=[WorkerId("p1")]))
+    assert isinstance(alone, Placement) if elastic else alone.code == "no_worker"
 
 
 def _step_s(scheme: EarlyRejection, scene: Scene, *, then_s: float, now: float) -> float:
