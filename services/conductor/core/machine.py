@@ -345,9 +345,10 @@ class Conductor:
         """What is held, and what is promised, of the blocks that can be reused: not the one of the last token."""
         keys = ask.keys[:KEY_BYTES * ((ask.num_tokens - 1) // pool.block_tokens)]
         match = self._index.match(prints_of(keys), pool.senders)
-        for worker, blocks in self._promises.lengths(keys).items():
-            if blocks > (held := match.own.get(worker, 0)):
-                match.own[worker], match.unmade[worker] = blocks, held
+        own, promised = match.own, self._promises.lengths(keys)
+        for worker in [worker for worker, blocks in promised.items() if blocks > own.get(worker, 0)]:
+            match.unmade[worker] = own.get(worker, 0)
+            own[worker] = promised[worker]
         return match
 
     def _pool(self, spec: SpecDigest, now: float) -> _Pool:

@@ -81,8 +81,7 @@ class Promises:
         while rest and (child := node.children.get(rest[:KEY_BYTES])) is not None:
             shared = _shared_bytes(child.keys, rest)
             blocks += shared // KEY_BYTES
-            for worker in child.workers:
-                lengths[worker] = blocks
+            lengths.update(dict.fromkeys(child.workers, blocks))
             if shared < len(child.keys):
                 break
             node, rest = child, rest[shared:]
