@@ -456,12 +456,15 @@ class Worker:
             first_since_s = max(front.placed_s if front.started_s is None else front.started_s, self.turned_s)
             first_least_s = min(first_left_s, front.work_s * _LEAST_REMAINING)
             first_s = first_left_s + unexplained_s
-            first_spare_s = front.due_s - (first_since_s + first_s)
+            overtaking_s = 0.0
             for job in ranked[1:]:
                 left_s = job.work_s * (1.0 - job.done_share)
                 begin_s = first_since_s + (first_s + behind_s) * (1.0 + DOUBT)
                 behind_s += left_s
+                if self.order.is_preemptive and job.rank < front.rank:
+                    overtaking_s += left_s
                 waiting.append((job.rank, left_s, job.due_s - (begin_s + left_s)))
+            first_spare_s = front.due_s - (first_since_s + first_s + overtaking_s * (1.0 + DOUBT))
         load = self.decode_load
         if load is None:  # then no job is in it
             batch = context_tokens = 0
@@ -688,9 +691,11 @@ class Cluster:
         worker.unexplained_tokens = max(load.queued_tokens - ours, 0)
         computed = max(sum(job.counted_tokens for job in reached) - load.queued_tokens, 0)
         for job in reached:  # who was put aside is as far as it was; the one that runs is as far as the rest shows
-            most = job.done_share if job in aside else 1.0
-            done = min(computed, round(most * job.computed_tokens))
-            job.advance(done / job.computed_tokens if job.computed_tokens else 0.0, worker.order)
+            most, prompt = job.computed_tokens, {"num_tokens": job.num_tokens, "hit_tokens": job.hit_tokens}
+            if job in aside:
+                most = round(worker.costs.done_tokens(job.done_share, **prompt))
+            done = min(computed, most)
+            job.advance(worker.costs.done_share(done, **prompt), worker.order)
             computed -= done
 
     def sweep(self, now: float) -> list[RequestId]:

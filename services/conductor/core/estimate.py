@@ -154,6 +154,27 @@ class Costs:
         fixed_s, token_s, square_s = self._prefill.coefficients
         return fixed_s + (num_tokens - hit_tokens) * (token_s + square_s * (num_tokens + hit_tokens))
 
+    def done_share(self, done_tokens: float, *, num_tokens: int, hit_tokens: int) -> float:
+        """Share of its seconds that a prefill has taken when so many of its tokens are computed, from 0 to 1. Later
+        tokens take longer; what is fixed comes first."""
+        if done_tokens <= 0:
+            return 0.0
+        whole_s = self.prefill_s(num_tokens=num_tokens, hit_tokens=hit_tokens)
+        reached_tokens = min(hit_tokens + done_tokens, num_tokens)
+        _, token_s, square_s = self._prefill.coefficients
+        left_s = (num_tokens - reached_tokens) * (token_s + square_s * (num_tokens + reached_tokens))
+        return min(max(1.0 - left_s / whole_s, 0.0), 1.0) if whole_s > 0 else 1.0
+
+    def done_tokens(self, share: float, *, num_tokens: int, hit_tokens: int) -> float:
+        """The other way: tokens that are computed after this share of its seconds."""
+        fixed_s, token_s, square_s = self._prefill.coefficients
+        spent_s = share * self.prefill_s(num_tokens=num_tokens, hit_tokens=hit_tokens) - fixed_s
+        if spent_s <= 0:
+            return 0.0
+        at_s = token_s + 2.0 * square_s * hit_tokens  # what the first token takes
+        root_s = math.sqrt(at_s * at_s + 4.0 * square_s * spent_s)
+        return min(2.0 * spent_s / (at_s + root_s), float(num_tokens - hit_tokens))
+
     def observe_prefill(self, seconds: float, *, num_tokens: int, hit_tokens: int) -> bool:
         """One prefill took ``seconds`` of computing."""
         features = _prefill_features(num_tokens, hit_tokens)

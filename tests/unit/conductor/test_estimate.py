@@ -100,6 +100,25 @@ def test_predictions_never_turn_negative() -> None:
         assert fit.seconds(1.0, rng.uniform(0, 1e6)) > 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_how_far_a_prefill_is_in_tokens_and_in_seconds(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = Costs(Profile(prefill_fixed_s=rng.choice((0.0, 0.1)), prefill_per_token_s=rng.choice((0.0, 1e-4)),
+                          prefill_per_token2_s=rng.choice((0.0, 1e-9, 1e-7))))
+    num_tokens = rng.randint(2, 100_000)
+    prompt = {"num_tokens": num_tokens, "hit_tokens": rng.randrange(0, num_tokens)}
+    computed = num_tokens - prompt["hit_tokens"]
+    assert costs.done_share(0, **prompt) == 0.0 == costs.done_tokens(0.0, **prompt)
+    assert costs.done_share(computed, **prompt) == pytest.approx(1.0)
+    assert costs.done_tokens(1.0, **prompt) == pytest.approx(computed)
+    tokens = rng.uniform(0.01, 1.0) * computed
+    share = costs.done_share(tokens, **prompt)
+    assert 0.0 < share <= 1.0 and costs.done_tokens(share, **prompt) == pytest.approx(tokens, rel=1e-6)
+    left_s = costs.prefill_s(num_tokens=num_tokens, hit_tokens=0) - costs.prefill_s(
+        num_tokens=round(prompt["hit_tokens"] + tokens), hit_tokens=0)
+    assert (1.0 - share) * costs.prefill_s(**prompt) == pytest.approx(left_s, rel=1e-3, abs=1e-3)
+
+
 def lengths(rng: random.Random) -> tuple[int, int]:
     """A prompt, as heavy-tailed as real ones, and what of it is cached."""
     tokens = int(min(rng.lognormvariate(9, 1.1), 128_000)) + 64

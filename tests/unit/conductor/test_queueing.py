@@ -154,6 +154,20 @@ def test_a_heartbeat_says_how_far_the_one_is_that_runs() -> None:
     worker(play).check_invariants()
 
 
+def test_half_of_the_tokens_of_a_long_prompt_are_less_than_half_of_the_work() -> None:
+    """With 10 ms + 1 ms · n + 1 µs · n², 4,000 tokens take 20.01 s and the first 2,000 of them 6.01 s."""
+    costly = Profile(prefill_fixed_s=0.01, prefill_per_token_s=1e-3, prefill_per_token2_s=1e-6)
+    play = stage(hello("p1", profile=costly), hello("d1", "decode", max_running=50), order=ORDER)
+    place(play, "long", 4000)
+    started(play, "long", 4000)
+    play >> after(1.0) >> load("p1", running=1, queued_tokens=2000)
+    assert worker(play).queue_s(play.now) == pytest.approx(14.0)
+    place(play, "short", 90)
+    started(play, "short", 90)  # it takes over: what the long one has left counts as tokens again
+    play >> after(0.05) >> load("p1", running=1, queued=1, queued_tokens=2000 + 90)
+    assert worker(play).queue_s(play.now) == pytest.approx(14.0 + 0.1081)
+
+
 def test_a_heartbeat_counts_the_blocks_a_sibling_is_waiting_for() -> None:
     doc = chain("doc", 8)
     play = one_and_one()
@@ -206,6 +220,15 @@ class TestBounds:
         play = one_and_one()
         place(play, "tight", 1990, ttft_slo_s=2.1)
         assert place(play, "r", 190).predicted_queue_s == pytest.approx(2.0)
+
+    def test_who_runs_has_less_to_spare_by_those_that_will_take_over(self) -> None:
+        play = one_and_one()
+        place(play, "running", 1990, ttft_slo_s=4.0)
+        started(play, "running", 1990)
+        assert place(play, "first", 190).predicted_queue_s == 0.0, "2 s to spare are enough for 0.2 s and the margin"
+        assert worker(play).burden.first_spare_s == pytest.approx(2.0 - 0.2 * 1.05)
+        assert place(play, "second", 190).predicted_queue_s == pytest.approx(0.2), "0.29 s are left for others"
+        assert place(play, "third", 190).predicted_queue_s == pytest.approx(2.4), "0.08 s are not enough"
 
     def test_a_worker_where_nobody_is_in_the_way_is_better(self) -> None:
         play = stage(hello("p1"), hello("p2"), hello("d1", "decode", max_running=50), order=ORDER)
