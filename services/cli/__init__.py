@@ -173,7 +173,8 @@ def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
 
 @app.command(rich_help_panel=_ASK, epilog=(
     "Example: moonbus explain req-4f1c   (from the answer's header x-moonbus-request-id, or `moonbus kv requests`)"))
-def explain(name: Annotated[str, typer.Argument(metavar="ID", help="The id of the request or of its answer.")],
+def explain(name: Annotated[str, typer.Argument(metavar="ID", help=(
+                "The id of the request or of its answer, or what its client sent as x-request-id."))],
             json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
             nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """Show why a request ran where it did, or why it was turned away: what was weighed, predicted and actual."""

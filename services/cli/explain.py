@@ -19,15 +19,11 @@ from shared.bus.subjects import REQUEST
 from shared.messages import Candidate, Decision, Placement, Rejection, RequestQuery, RequestReply, RequestRow
 from shared.units import format_seconds
 
-_ANSWER_IDS = ("chatcmpl-", "cmpl-")
-"""What the id of an OpenAI answer has before the request's."""
 _CHOSEN = "→"
 
 
 def explain(name: str, nats_url: str | None, data_dir: str | None, *, json: bool) -> None:
-    """Prints the decisions on the request whose id begins with ``name``; an answer's id will do."""
-    for kind in _ANSWER_IDS:
-        name = name.removeprefix(kind)
+    """Prints the decisions on the request whose id begins with ``name``; its answer's id, and the client's, will do."""
     common = settings(nats_url, data_dir)
     row = cast(RequestReply, ask(common, REQUEST.at(), RequestQuery(request=name), who="store-manager")).request
     if json:
@@ -42,7 +38,8 @@ def explanation(row: RequestRow) -> RenderableType:
     finish = f", finish {row.finish}" if row.finish else ""
     parts: list[RenderableType] = [
         Text.from_markup(f"[bold]{escape(row.request)}[/]  {escape(row.model)}, "
-                         f"tenant {escape(row.tenant or '(none)')}, received {received}"),
+                         f"tenant {escape(row.tenant or '(none)')}, received {received}"
+                         + (f", for its client {escape(row.client_id)}" if row.client_id else "")),
         Text.from_markup(f"{outcome_of(row)}{finish} after {format_seconds(row.duration_s)}: "
                          f"{row.prompt_tokens:,} prompt tokens, {row.completion_tokens:,} answered"),
     ]

@@ -123,7 +123,8 @@ def requests(since: Since = "24h", limit: Limit = 20, tenant: Tenant = "", model
 
 
 @app.command("request", epilog="Example: moonbus kv request req-4f1c   (from `moonbus kv requests`)")
-def request(name: Annotated[str, typer.Argument(metavar="ID", help="The request's id, or its beginning.")],
+def request(name: Annotated[str, typer.Argument(metavar="ID", help=(
+                "The request's id, or its beginning, or what its client sent as x-request-id."))],
             json: Json = False, nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """Show all that is known of one request."""
     from services.cli.kv_show import request as run

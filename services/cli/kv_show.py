@@ -245,7 +245,8 @@ def request(name: str, nats_url: str | None, data_dir: str | None, json: bool) -
         return
     hit = f" ({row.hit_tokens / row.prompt_tokens:.0%})" if row.prompt_tokens else ""
     _print_facts((
-        ("request", row.request), ("received", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.received_at_s))),
+        ("request", row.request), ("for its client", escape(row.client_id) or "(none)"),
+        ("received", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.received_at_s))),
         ("outcome", outcome_of(row) + (f", finish {row.finish}" if row.finish else "")),
         ("model", row.model), ("tenant", row.tenant or "(none)"),
         ("prompt tokens", f"{row.prompt_tokens:,}"),

@@ -90,14 +90,15 @@ class Api:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         state = scope.setdefault("state", {})
         state["request"] = RequestId(fresh("req"))
-        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else state["request"]
+        state["client_id"] = given if _REQUEST_ID.fullmatch(given) else ""
         path = scope["path"].rstrip("/") or "/"
         route = path if path in _ROUTES else "other"
 
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.GATEWAY_HTTP.labels(route=route, status=message["status"]).inc()
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
+                name = state["client_id"] or state["request"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
             await send(message)
 
         if path in _ALWAYS or scope["method"] == "OPTIONS":
@@ -279,7 +280,8 @@ class Api:
             text = AnswerText(
                 lambda: served.text.stream(skip_special=wanted.skip_special_tokens, before=prompt.before),
                 stops=wanted.stops, min_tokens=wanted.min_tokens)
-            return gateway.open(prompt, text, received_s=received_s, received_at_s=received_at_s, context=context)
+            return gateway.open(prompt, text, received_s=received_s, received_at_s=received_at_s, context=context,
+                                client_id=state["client_id"])
 
         return Conversation(gateway, start, prompt, answer, wanted, root)
 

@@ -75,8 +75,9 @@ class Exchange:
     """One request under way. Made by :meth:`Gateway.open`; ends by itself, or with :meth:`abandon`."""
 
     def __init__(self, gateway: Gateway, prompt: Prompt, text: AnswerText, *, received_s: float, received_at_s: float,
-                 context: Context) -> None:
+                 context: Context, client_id: str = "") -> None:
         job = prompt.job
+        self._client_id = client_id
         self.job, self.context = job, context
         self.machine = RequestMachine(job, gateway.limits, retry_delay_s=gateway.retry_delay_s)
         self.pieces: deque[Piece] = deque()
@@ -249,7 +250,7 @@ class Exchange:
             conductor=placement.conductor if placement else ConductorId(""),
             prefill=placement.prefill if placement else WorkerId(""),
             decode=placement.decode if placement else WorkerId(""),
-            trace=self.trace_id, stages=machine.stages, last_key=job.keys[-32:],
+            trace=self.trace_id, stages=machine.stages, last_key=job.keys[-32:], client_id=self._client_id,
             decisions=[msgspec.structs.replace(one, at_s=one.at_s - self._received_s) for one in machine.decisions])
 
     @property
@@ -390,9 +391,11 @@ class Gateway:
             exchange.feed(Aborted(problem))
 
     def open(self, prompt: Prompt, text: AnswerText, *, received_s: float, received_at_s: float,
-             context: Context) -> Exchange:
-        """Begins to run ``prompt``; times of its arrival are monotonic and Unix seconds."""
-        exchange = Exchange(self, prompt, text, received_s=received_s, received_at_s=received_at_s, context=context)
+             context: Context, client_id: str = "") -> Exchange:
+        """Begins to run ``prompt``; times of its arrival are monotonic and Unix seconds; ``client_id`` is what the
+        client calls it."""
+        exchange = Exchange(self, prompt, text, received_s=received_s, received_at_s=received_at_s, context=context,
+                            client_id=client_id)
         self._under_way[prompt.job.request] = exchange
         self._idle.clear()
         metrics.GATEWAY_PROMPT_TOKENS.labels(model=prompt.job.model).inc(prompt.job.num_tokens)
@@ -416,9 +419,9 @@ class Gateway:
             metrics.GATEWAY_TTFT_SECONDS.labels(model=model).observe(done.ttft_s)
         level = logging.INFO if done.outcome in ("ok", "cancelled", "rejected") else logging.WARNING
         _log.log(level, "request_done", extra={"fields": {
-            "request": done.request, "outcome": done.outcome, "code": done.code or "-", "prompt": done.prompt_tokens,
-            "answer": done.completion_tokens, "hit": done.hit_tokens, "attempts": done.attempts,
-            "seconds": done.duration_s, "story": " > ".join(exchange.machine.story)}})
+            "request": done.request, "client": done.client_id or "-", "outcome": done.outcome, "code": done.code or "-",
+            "prompt": done.prompt_tokens, "answer": done.completion_tokens, "hit": done.hit_tokens,
+            "attempts": done.attempts, "seconds": done.duration_s, "story": " > ".join(exchange.machine.story)}})
 
     def retry_delay_s(self, attempt: int) -> float:
         """Pause before a question to the conductors is repeated."""

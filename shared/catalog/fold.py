@@ -271,4 +271,4 @@ def _request(done: RequestDone) -> Row:
         done.code, done.finish, done.prompt_tokens, done.completion_tokens, done.predicted_hit_tokens,
         done.hit_tokens, done.predicted_ttft_s, done.ttft_s, done.tbt_s, done.duration_s, done.attempts,
         done.conductor, done.prefill, done.decode, done.trace, stages, bytes(done.last_key),
-        decisions)
+        decisions, done.client_id or None)

@@ -233,7 +233,7 @@ INSERT_REQUESTS = _upsert(
     RequestDoneTable,
     "request gateway model spec tenant received_at outcome code finish prompt_tokens completion_tokens "
     "predicted_hit_tokens hit_tokens predicted_ttft_s ttft_s tbt_s duration_s attempts conductor prefill decode trace "
-    "stages last_key decisions",
+    "stages last_key decisions client_id",
     "ON CONFLICT DO NOTHING",
     then="""
     INSERT INTO reuse_due (request, last_key, hit_tokens, used_at)

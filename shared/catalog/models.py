@@ -273,9 +273,12 @@ class RequestDoneTable(Base):
     last_key: Mapped[bytes] = mapped_column(LargeBinary)
     decisions: Mapped[list[Any] | None] = mapped_column(JSONB)
     """What conductors answered, with candidates and terms; out of the way of whoever does not ask for it."""
+    client_id: Mapped[str | None] = mapped_column(Id)
+    """What the client calls it, if it does; not unique."""
 
     __table_args__ = (
         Index("request_done_received_at", "received_at"),
+        Index("request_done_client_id", "client_id", postgresql_where=text("client_id IS NOT NULL")),
         {"postgresql_partition_by": "RANGE (received_at)"},
     )
 

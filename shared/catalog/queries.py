@@ -61,6 +61,11 @@ MAX_STEPS = 500
 
 T = TypeVar("T")
 
+_ANSWER_IDS = ("chatcmpl-", "cmpl-")
+"""What the id of an OpenAI answer has before the request's."""
+_CALLED_ALIKE = 4
+"""One less are named of requests that clients call the same."""
+
 _HEX = re.compile(r"[0-9a-f]{1,64}")
 _HEAD = 8
 """Bytes of a key that its indexes keep."""
@@ -187,14 +192,25 @@ async def requests(connection: AsyncConnection, query: RequestsQuery, *, now_s: 
 
 
 async def request(connection: AsyncConnection, request_id: str) -> RequestReply:
-    """The one request whose id starts with ``request_id``. Raises :class:`RequestNotFound`."""
-    start = request_id.strip()
+    """The one request whose id, or whose answer's, starts with ``request_id``, or that its client calls exactly so.
+    Raises :class:`RequestNotFound`."""
+    given = request_id.strip()
+    start = given
+    for kind in _ANSWER_IDS:
+        start = start.removeprefix(kind)
     if not start or "\x00" in start:
         raise RequestNotFound(f"{request_id!r} is no request id; moonbus kv requests lists the latest")
     rows = (await connection.execute(sql.REQUEST, {"low": start, "high": start + "\U0010ffff"})).all()
     exact = [row for row in rows if row.request == start]
-    if not rows:
-        raise RequestNotFound(f"no request's id starts with {start}; moonbus kv requests lists the latest")
+    if not exact:
+        called = (await connection.execute(sql.CLIENTS_REQUEST, {"client_id": given, "limit": _CALLED_ALIKE})).all()
+        if len(called) > 1:
+            listed = ", ".join(row.request for row in called[:_CALLED_ALIKE - 1])
+            raise RequestNotFound(f"{given} is what clients call several requests; the latest are {listed}")
+        exact = list(called)
+    if not rows and not exact:
+        raise RequestNotFound(f"no request's id starts with {start}, and no client's is {given}; "
+                              "moonbus kv requests lists the latest")
     if len(rows) > 1 and not exact:
         raise RequestNotFound(f"{start} is the start of several ids, {rows[0].request} and {rows[1].request} among "
                               "them; give more of it")
@@ -249,7 +265,7 @@ def _request(row: Any) -> RequestRow:
         predicted_hit_tokens=row.predicted_hit_tokens, hit_tokens=row.hit_tokens,
         predicted_ttft_s=row.predicted_ttft_s, ttft_s=row.ttft_s, tbt_s=row.tbt_s, duration_s=row.duration_s,
         attempts=row.attempts, conductor=row.conductor, prefill=row.prefill, decode=row.decode, trace=row.trace,
-        last_key=row.last_key, stages=_part(row.stages, Stages),
+        last_key=row.last_key, client_id=row.client_id or "", stages=_part(row.stages, Stages),
         decisions=_part(getattr(row, "decisions", None), list[Decision]) or [])
 
 

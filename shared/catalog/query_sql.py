@@ -207,7 +207,7 @@ REUSE = {by: text(f"""
 _REQUEST = """
     SELECT r.request, r.gateway, r.model, r.tenant, r.received_at, r.outcome, r.code, r.finish, r.prompt_tokens,
         r.completion_tokens, r.predicted_hit_tokens, r.hit_tokens, r.predicted_ttft_s, r.ttft_s, r.tbt_s, r.duration_s,
-        r.attempts, r.conductor, r.prefill, r.decode, r.trace, r.stages, r.last_key"""
+        r.attempts, r.conductor, r.prefill, r.decode, r.trace, r.stages, r.last_key, r.client_id"""
 
 REQUESTS = text(f"""
     {_REQUEST} FROM request_done r WHERE {_SINCE} AND (CAST(:tenant AS text) = '' OR r.tenant = :tenant)
@@ -223,6 +223,12 @@ REQUEST = text(f"""
     FROM request_done r WHERE r.request >= :low AND r.request < :high ORDER BY r.request LIMIT 2
 """)
 """Requests with a prefix; two are enough to know that it is not unique."""
+
+CLIENTS_REQUEST = text(f"""
+    {_REQUEST}, r.decisions
+    FROM request_done r WHERE r.client_id = :client_id ORDER BY r.received_at DESC, r.request LIMIT :limit
+""")
+"""Requests that their client calls so, the latest first."""
 
 STORAGE = text("""
     SELECT date_bin(make_interval(secs => :step_s), at, '2000-01-01Z') AS at, worker, tier,

@@ -418,6 +418,8 @@ class RequestRow(Part, frozen=True):
     stages: Stages | None = None
     decisions: list[Decision] = []
     """Where it was placed and why; only when a single request is asked for."""
+    client_id: str = ""
+    """What the client called it."""
 
 
 class RequestsReply(Message, frozen=True):
@@ -427,7 +429,7 @@ class RequestsReply(Message, frozen=True):
 
 
 class RequestQuery(Message, frozen=True):
-    """One request; the unique beginning of its id is enough."""
+    """One request: by a unique beginning of its id or of its answer's, or by all of what only its client calls it."""
 
     request: str
 

@@ -205,6 +205,7 @@ async def test_every_question_finds_its_rows_by_an_index(filled: Filled) -> None
         *((query_sql.REUSE[by], lists, {"request_done_rest_received_at_idx"}) for by in query_sql.REUSE),
         (query_sql.REQUESTS, lists, {"request_done_rest_received_at_idx"}),
         (query_sql.REQUEST, lists, {"request_done_rest_pkey"}),
+        (query_sql.CLIENTS_REQUEST, {"client_id": "c", "limit": 2}, {"request_done_rest_client_id_idx"}),
         (query_sql.STORAGE, lists, {"storage_sample_rest_pkey"}),
         (ingest_sql.KNOWN, {"worker": "prefill-1", "incarnation": "x", "buckets": [1]}, {"kv_copy_life"}),
         (ingest_sql.LOCK_LIVES, {"workers": ["a"], "incarnations": ["1"]}, {"kv_late_pkey"}),

@@ -49,6 +49,8 @@ EVENTS = (
     done("req-turned-away", Decision(attempt=0, at_s=0.01, answer=NO), outcome="rejected", code="capacity",
          ttft_s=None),
     done("req-of-old"),
+    done("req-called", Decision(attempt=0, at_s=0.05, answer=PLACED), client_id="chatcmpl-checkout/7"),
+    done("req-twice-1", client_id="retried"), done("req-twice-2", client_id="retried"),
 )
 
 
@@ -87,13 +89,14 @@ async def test_what_was_decided_comes_out_as_it_went_in(answering: Catalog, moon
     await answering.write(list(EVENTS), now_s=time.time())
     assert (await answering.request("req-placed")).request.decisions == EVENTS[0].decisions
     listed = (await answering.requests(RequestsQuery(), now_s=time.time())).requests
-    assert len(listed) == 3 and not any(row.decisions for row in listed), "a list carries none of it"
+    assert len(listed) == len(EVENTS) and not any(row.decisions for row in listed), "a list carries none of it"
     for name, *expected in (
         ("req-placed", "ended early with worker_lost: prefill-2 was lost", "Attempt 2 of 2",
          "TTFT from here 500.0 ms 550.0 ms +10%"),
         ("chatcmpl-req-placed", "Attempt 2 of 2"), ("cmpl-req-pl", "Attempt 2 of 2"),
         ("req-turned", "rejected with code capacity, try again after 10.00 s", "the shortest prefill queue is 40.0 s"),
         ("req-of-old", "no decision is recorded"),
+        ("chatcmpl-checkout/7", "req-called", "for its client chatcmpl-checkout/7", "Attempt 1 of 1"),
     ):
         code, out, err = await moonbus(name)
         assert (code, err) == (0, ""), name
@@ -101,6 +104,18 @@ async def test_what_was_decided_comes_out_as_it_went_in(answering: Catalog, moon
     code, out, _ = await moonbus("req-turned-away", "--json")
     assert code == 0
     assert json.loads(out)["decisions"][0]["answer"] == json.loads(msgspec.json.encode(NO))
+
+
+async def test_a_client_s_own_id_finds_what_only_it_is_called(answering: Catalog, moonbus: Run) -> None:
+    """All of it, and after our own ids."""
+    taken = done("req-other", client_id="req-of-old")
+    await answering.write([*EVENTS, taken], now_s=time.time())
+    assert (await answering.request("req-of-old")).request.request == "req-of-old"
+    assert (await answering.request("chatcmpl-checkout/7")).request.client_id == "chatcmpl-checkout/7"
+    for name, said in (("retried", "what clients call several requests; the latest are req-twice-"),
+                       ("chatcmpl-checkout", "no client's is chatcmpl-checkout")):
+        code, out, err = await moonbus(name)
+        assert (code, out, err.count("\n")) == (1, "", 1) and said in err
 
 
 async def test_what_cannot_be_told_is_one_line(answering: Catalog, moonbus: Run) -> None:

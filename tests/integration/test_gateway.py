@@ -124,6 +124,7 @@ async def test_an_answer_in_one_piece(stage: Stage) -> None:
     done = await stage.done()
     assert (done.outcome, done.finish, done.completion_tokens, done.hit_tokens) == ("ok", "stop", len(ids), 7)
     assert done.prefill == "prefill-1" and done.decode == "decode-1" and done.attempts == 1
+    assert done.client_id == "", "it gave it no name"
     assert done.prompt_tokens == answer.usage.prompt_tokens and len(done.last_key) == 32
     assert not stage.cluster.cancels
 
@@ -160,7 +161,7 @@ async def test_frames_and_headers_of_a_stream(stage: Stage) -> None:
                                 headers={"x-request-id": "my-own"})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-request-id"] == "my-own"
+    assert response.headers["x-request-id"] == (await stage.done()).client_id == "my-own"
     assert response.headers["x-moonbus-prefill-worker"] == "prefill-1"
     assert response.headers["x-moonbus-decode-worker"] == "decode-1"
     assert response.headers["x-moonbus-cached-tokens"] == "7"
