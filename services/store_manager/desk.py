@@ -118,9 +118,8 @@ class Desk:
             known = orders.drain_of(ask.worker)
             if known is not None and known.state not in OVER and known.incarnation == incarnation:
                 return None
-            if not ask.force and (served := self._ends_service(wanted.worker, orders)):
-                raise ValueError(f"{ask.worker} is the last {served} that takes requests: without it they all fail; "
-                                 "start another one first, or drain it with --force")
+            if not ask.force and (why := self._ends_service(wanted.worker, orders)):
+                raise ValueError(f"{why}: without it they all fail; start another one first, or drain it with --force")
             return with_drain(orders, wanted)
 
         drain = (await self.change(ordered)).drain_of(ask.worker)
@@ -128,16 +127,23 @@ class Desk:
         return self._told(drain)
 
     def _ends_service(self, worker: WorkerId, orders: Orders) -> str:
-        """Whose requests nobody takes once ``worker`` is drained: its role and model; empty if it ends nothing."""
+        """Why a model's requests are served by nobody once ``worker`` is drained; empty if it ends nothing."""
         members = self._planner.picture.membership.members
         leaving = members.get(worker)
         if leaving is None or leaving.draining or leaving.hello.role == "store":
             return ""
         under_way = {(drain.worker, drain.incarnation) for drain in orders.drains if drain.state not in OVER}
-        stays = any(other.state == "alive" and not other.draining and name != worker
-                    and other.hello.role == leaving.hello.role and other.spec == leaving.spec
-                    and (name, other.hello.incarnation) not in under_way for name, other in members.items())
-        return "" if stays else f"{leaving.hello.role} worker of {leaving.hello.spec.model}"
+        left = [other for name, other in members.items()
+                if other.state == "alive" and not other.draining and name != worker and other.hello.role != "store"
+                and other.spec == leaving.spec and (name, other.hello.incarnation) not in under_way]
+        model = leaving.hello.spec.model
+        roles = [role for role in ("prefill", "decode")
+                 if leaving.does(role) and not any(other.does(role) for other in left)]
+        if roles:
+            return f"{worker} is the last {' and '.join(roles)} worker of {model} that takes requests"
+        if len(left) == 1 and left[0].hello.elastic:
+            return f"{worker} is one of the last two workers of {model}, and nobody prefills what it decodes itself"
+        return ""
 
     def _too_late(self, drain: Drain) -> str:
         if self._planner.picture.life(drain.worker) not in (None, drain.incarnation):

@@ -95,6 +95,7 @@ class Worker:
     """Why it takes no copies; empty when it does."""
     silent_news: bool = False
     """Its news is lost on the way."""
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         self.id, self.incarnation = WorkerId(self.name), Incarnation(self.life)
@@ -102,7 +103,7 @@ class Worker:
 
     def hello(self) -> Hello:
         return Hello(worker=self.id, incarnation=self.incarnation, role=self.role, spec=SPEC, max_running=1,
-                     capacity_blocks=self.capacity, started_at_s=0.0,
+                     capacity_blocks=self.capacity, started_at_s=0.0, elastic=self.elastic,
                      endpoint=Endpoint(worker=self.id, incarnation=self.incarnation, host=HostId(self.host)))
 
     def load(self) -> Load:

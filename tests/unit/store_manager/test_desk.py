@@ -85,6 +85,38 @@ async def test_the_last_worker_that_serves_is_drained_only_by_force() -> None:
         assert await told(desk, worker="d2") == "waiting", "the same drain, which needs no force again"
 
 
+LAST = "{} is the last {} worker of toy that takes requests: without it"
+PAIR = "{} is one of the last two workers of toy, and nobody prefills what it decodes itself: without it"
+
+
+@pytest.mark.parametrize(("fleet", "drained", "why"), [
+    ("p D", "p", PAIR.format("p0", "")),  # the one that is left cannot do both
+    ("P D", "D", PAIR.format("D1", "")), ("P D", "P", PAIR.format("P0", "")),
+    ("p D D", "p", ""), ("P P d", "d", ""),  # an elastic one takes its part
+    ("P P", "P", PAIR.format("P0", "")), ("P P P", "P", ""), ("d D D", "D", ""),
+    ("p d", "p", LAST.format("p0", "prefill")), ("P d", "d", PAIR.format("d1", "")),
+    ("P d", "P", LAST.format("P0", "prefill")), ("P", "P", LAST.format("P0", "prefill and decode")),
+    ("p p D", "D", LAST.format("D2", "decode")), ("p p D s", "D", LAST.format("D2", "decode")),
+    ("P P s", "s", ""),
+])
+async def test_who_serves_last_goes_by_what_workers_can_do(fleet: str, drained: str, why: str) -> None:
+    """Capitals are elastic, p are at home in prefill, d in decode, s are stores; the first one of its letter goes."""
+    roles: dict[str, Any] = {"p": "prefill", "d": "decode", "s": "store"}
+    kinds = fleet.split()
+    workers = [Worker(f"{kind}{i}", role=roles[kind.lower()], elastic=kind.isupper()) for i, kind in enumerate(kinds)]
+    async with MemoryBus() as bus:
+        desk, _ = desk_of(bus, *workers)
+        said = await told(desk, worker=workers[kinds.index(drained)].name)
+        assert said.startswith(why or "waiting"), said
+
+
+async def test_two_drains_at_once_do_not_end_service_either() -> None:
+    async with MemoryBus() as bus:
+        desk, _ = desk_of(bus, *(Worker(name, elastic=True) for name in ("a", "b", "c")))
+        assert await told(desk, worker="a") == "waiting"
+        assert "b is one of the last two workers" in await told(desk, worker="b")
+
+
 async def test_a_drain_that_is_done_cannot_be_cancelled() -> None:
     async with MemoryBus() as bus:
         desk, cluster = desk_of(bus, Worker("a"), Worker("b"))
