@@ -10,6 +10,7 @@ import pytest
 from load.sim.experiment import Result, RunOptions, simulate
 from load.sim.faults import parse_fault
 from load.sim.node import CHUNK_COST, STRETCH
+from load.sim.paper import _FIG8
 from shared.errors import UserError
 from shared.machine import Reply
 from shared.messages import Placement
@@ -73,3 +74,8 @@ def test_only_ours_moves_workers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--elastic with --pipeline 2"):
         simulate(busy(3), options(tmp_path, pipeline=2, elastic=True))
     assert roles(run_logged(tmp_path, policy="least_load")[1]) == {"prefill-1", "prefill-2"}
+
+
+def test_what_chunks_cost_is_what_the_paper_s_seconds_say() -> None:
+    _, whole_s, _, chunked_s = _FIG8["conversation_trace"]
+    assert pytest.approx(chunked_s / whole_s, rel=0.02) == CHUNK_COST
