@@ -301,19 +301,23 @@ class Conductor:
     def advice(self, now: float) -> dict[SpecDigest, Advice]:
         """{spec: whether its workers' roles fit its load}, of specs that were asked for and have two workers or more.
         To be asked every second or so: looks at the load are counted."""
-        return {spec: roles.advice(takers, now) for spec, roles in self._roles.items()
-                if len(takers := self._takers(spec)) > 1}
+        return {spec: one for spec, _, one in self._advised(now)}
+
+    def _advised(self, now: float) -> list[tuple[SpecDigest, Sequence[Worker], Advice]]:
+        """The same, with the workers."""
+        return [(spec, takers, roles.advice(takers, now)) for spec, roles in self._roles.items()
+                if len(takers := self._takers(spec)) > 1]
 
     def told_advice(self, now: float) -> list[RoleAdvice]:
         """:meth:`advice` as it is told to others."""
         return [RoleAdvice(
-            model=self._takers(spec)[0].hello.spec.model, spec=spec, prefill=one.prefill, decode=one.decode,
+            model=takers[0].hello.spec.model, spec=spec, prefill=one.prefill, decode=one.decode,
             best_prefill=one.best_prefill, best_decode=one.best_decode, needed_prefill=one.need.prefill,
             needed_decode=one.need.decode, is_wrong=one.is_wrong, is_short=one.is_short,
             prefill_rate=one.need.prefill_rate, queued_s=one.need.queued_s, decode_rate=one.need.decode_rate,
             step_s=one.need.step_s, step_limit_s=one.need.step_limit_s, batch=one.need.batch,
             context_tokens=one.need.context_tokens, memory=one.need.memory)
-            for spec, one in sorted(self.advice(now).items())]
+            for spec, takers, one in sorted(self._advised(now), key=lambda advised: advised[0])]
 
     # Requests
 

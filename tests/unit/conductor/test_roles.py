@@ -21,6 +21,7 @@ from shared.ids import ConductorId, RequestId, WorkerId
 from shared.messages import Hello, Placed, Placement, Rejection
 from tests.support.playbook import Playbook, after
 from tests.unit.conductor.builders import (
+    OTHER_SPEC,
     SPEC,
     Names,
     answer,
@@ -420,3 +421,18 @@ class TestMachine:
         assert advice.is_wrong and advice.best_prefill == 3 and advice.best_decode == 1 and not advice.is_short
         idle = stage(hello("p1"), hello("d1", "decode"))
         assert machine_of(idle).advice(1.0) == {}
+
+    def test_advice_is_told_of_the_workers_it_is_made_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are looked up once: who they are may not change between the advice and what it is about."""
+        play = stage(hello("p1"), hello("d1", "decode"), hello("q1", spec=OTHER_SPEC),
+                     hello("e1", "decode", spec=OTHER_SPEC))
+        for spec in (SPEC, OTHER_SPEC):
+            play >> ask(f"r {spec.model}", [], tokens=500, spec=spec.digest, model=spec.model)
+            play.take()
+        machine, looked = machine_of(play), []
+        takers = machine._takers
+        monkeypatch.setattr(machine, "_takers", lambda spec: looked.append(spec) or takers(spec))
+        told = machine.told_advice(play.now)
+        assert sorted((one.spec, one.model) for one in told) == sorted(
+            (spec.digest, spec.model) for spec in (SPEC, OTHER_SPEC))
+        assert sorted(looked) == [one.spec for one in told]
