@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from services.conductor.core.cluster import Cluster, Worker
@@ -19,8 +19,11 @@ from services.conductor.core.policies.admission import Admission, Prediction
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
-from shared.ids import ConductorId
+from shared.ids import ConductorId, WorkerId
 from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
+
+_MOST_DECODE = 4
+"""Decode workers reported with a decision."""
 
 
 class PlacementPolicy(Protocol):
@@ -57,6 +60,8 @@ class View:
     decode: Sequence[Worker]
     match: Match
     now: float
+    #: {worker: its predicted step}, of those that were asked for
+    _steps: dict[WorkerId, float] = field(default_factory=dict)
 
     @property
     def block_tokens(self) -> int:
@@ -90,8 +95,12 @@ class View:
 
     def tbt_s(self, worker: Worker) -> float:
         """A decode step on ``worker`` with this request in the batch, those on their way counted."""
-        batch = min(worker.batch() + 1, worker.hello.max_running)
-        return worker.costs.step_s(batch=batch, context_tokens=worker.context_tokens() + self.ask.num_tokens)
+        step_s = self._steps.get(worker.id)
+        if step_s is None:
+            batch = min(worker.batch() + 1, worker.hello.max_running)
+            step_s = self._steps[worker.id] = worker.costs.step_s(
+                batch=batch, context_tokens=worker.context_tokens() + self.ask.num_tokens)
+        return step_s
 
     def predict(self, choice: Choice, decode: Worker) -> Prediction:
         """What is to be expected of a choice."""
@@ -148,9 +157,10 @@ class PublishedPolicy(ABC):
 
     def _decode_candidates(self, view: View, chosen: Worker) -> list[DecodeCandidate]:
         """The chosen one, then those with the shortest predicted steps."""
-        known = [DecodeCandidate(worker.id, view.tbt_s(worker), view.own(worker)) for worker in view.decode]
-        known.sort(key=lambda one: (one.decode != chosen.id, one.tbt_s))
-        return known[:self._policy.candidates]
+        others = [worker for worker in view.decode if worker is not chosen]
+        others.sort(key=view.tbt_s)
+        return [DecodeCandidate(worker.id, view.tbt_s(worker), view.own(worker))
+                for worker in (chosen, *others[:_MOST_DECODE - 1])]
 
     def _least(self, scored: Sequence[tuple[float, _T]]) -> _T:
         """The one with the least score; one of them drawn when several have it."""
