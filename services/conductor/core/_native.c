@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { API = 1 };
+enum { API = 2 };
 
 /* -- the survey ---------------------------------------------------------------------------------------------------- */
 
@@ -242,6 +242,73 @@ static PyObject *survey(PyObject *self, PyObject *args)
 done:
     PyBuffer_Release(&answers);
 no_answers:
+    PyBuffer_Release(&counts);
+no_counts:
+    PyBuffer_Release(&lengths);
+no_lengths:
+    PyBuffer_Release(&queues);
+no_queues:
+    PyBuffer_Release(&cells);
+    return result;
+}
+
+PyDoc_STRVAR(write_doc,
+"write(cells, queues, room, lengths, counts, workers, place, row, waiting, spare_s)\n--\n\n"
+"Writes all that is known of the worker at ``place``; see board.py. ``waiting`` has less than ``room`` of\n"
+"(rank, seconds of computing, seconds to spare).");
+
+static PyObject *write_worker(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    if (nargs != 10 || !PyTuple_Check(args[7]) || PyTuple_GET_SIZE(args[7]) != CELLS || !PyTuple_Check(args[8])) {
+        PyErr_SetString(PyExc_TypeError, "write(cells, queues, room, lengths, counts, workers, place, row, waiting, "
+                                         "spare_s)");
+        return NULL;
+    }
+    const Py_ssize_t room = PyLong_AsSsize_t(args[2]), n = PyLong_AsSsize_t(args[5]), w = PyLong_AsSsize_t(args[6]);
+    const Py_ssize_t length = 1 + PyTuple_GET_SIZE(args[8]);
+    const double spare = PyFloat_AsDouble(args[9]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (w < 0 || w >= n || length > room) {
+        PyErr_SetString(PyExc_ValueError, "a place or a queue that is not on the board");
+        return NULL;
+    }
+    Py_buffer cells, queues, lengths, counts;
+    PyObject *result = NULL;
+    if (get_matrix(args[0], &cells, CELLS * n, PyBUF_WRITABLE))
+        return NULL;
+    if (get_matrix(args[1], &queues, 3 * room * n, PyBUF_WRITABLE))
+        goto no_queues;
+    if (get_matrix(args[3], &lengths, n, PyBUF_WRITABLE))
+        goto no_lengths;
+    if (get_matrix(args[4], &counts, n, PyBUF_WRITABLE))
+        goto no_counts;
+    double *cell = cells.buf, *queue = queues.buf, *ranks = queue + w, *lefts = ranks + room * n,
+           *spares = lefts + room * n, *count = counts.buf;
+    int64_t *known = lengths.buf;
+    for (Py_ssize_t i = 0; i < CELLS; i++)
+        cell[i * n + w] = PyFloat_AsDouble(PyTuple_GET_ITEM(args[7], i));
+    spares[0] = spare;
+    for (Py_ssize_t i = 1; i < length && !PyErr_Occurred(); i++) {
+        PyObject *one = PyTuple_GET_ITEM(args[8], i - 1);
+        if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 3) {
+            PyErr_SetString(PyExc_TypeError, "who waits has three numbers");
+            break;
+        }
+        ranks[i * n] = PyFloat_AsDouble(PyTuple_GET_ITEM(one, 0));
+        lefts[i * n] = PyFloat_AsDouble(PyTuple_GET_ITEM(one, 1));
+        spares[i * n] = PyFloat_AsDouble(PyTuple_GET_ITEM(one, 2));
+    }
+    if (PyErr_Occurred())
+        goto done;
+    for (Py_ssize_t i = length; i < known[w] && i < room; i++)
+        ranks[i * n] = spares[i * n] = INFINITY, lefts[i * n] = 0.0;
+    known[w] = length;
+    count[w] = (double)length - (cell[SINCE * n + w] == INFINITY);
+    result = Py_None;
+    Py_INCREF(result);
+done:
     PyBuffer_Release(&counts);
 no_counts:
     PyBuffer_Release(&lengths);
@@ -563,13 +630,14 @@ static PyTypeObject TableType = {
 
 static PyMethodDef methods[] = {
     {"survey", survey, METH_VARARGS, survey_doc},
+    {"write", (PyCFunction)(void (*)(void))write_worker, METH_FASTCALL, write_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "services.conductor.core._native",
-    .m_doc = "The compiled part of the conductor; see services/conductor/core/survey.py.",
+    .m_doc = "The compiled part of the conductor; see services/conductor/core/native.py.",
     .m_size = -1,
     .m_methods = methods,
 };

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.conductor.core import native
 from services.conductor.core.cluster import BEHIND_S, LATE_S, MARGIN_S, Worker
 from services.conductor.core.estimate import Costs
 from shared.ids import WorkerId
@@ -22,9 +23,6 @@ Column = npt.NDArray[np.float64]
 """A number of each worker."""
 Mask = npt.NDArray[np.bool_]
 """Some of the workers."""
-
-Native = Callable[..., tuple[bool, float, float, float]]
-"""``survey`` of ``_native.c``."""
 
 _FEW_WAITING = 8
 """Room for so many in each queue to begin with, the one that is computed counted in."""
@@ -62,16 +60,26 @@ class _Board:
             self._cells = np.array([cells_of(worker) for worker in workers]).T.copy()
             self._rows = tuple(self._cells)
             self.taught_s = self._rows[-1]
+            self._view()
         else:
             places = [place for worker in changed if (place := self.places.get(worker)) is not None]
             if not places:
                 return False
-            cells = self._cells
-            for place in places:
-                cells[:, place] = cells_of(workers[place])
+            self._write(places)
+            self.first_taught_s = float(np.minimum.reduce(self.taught_s))
+            return True
         self._read(places)
         self.first_taught_s = float(np.minimum.reduce(self.taught_s))
         return True
+
+    def _view(self) -> None:
+        """The arrays are others than before."""
+
+    def _write(self, places: Sequence[int]) -> None:
+        """Everything of these workers."""
+        for place in places:
+            self._cells[:, place] = self._cells_of(self.workers[place])
+        self._read(places)
 
     def _read(self, places: Sequence[int]) -> None:
         """What is not a cell, of these workers."""
@@ -96,34 +104,45 @@ class PrefillBoard(_Board):
         super().__init__(workers, _prefill_cells)
         self.order = workers[0].order
         """Of all of them."""
-        self._is_explained = True
         #: (rank, seconds of computing, seconds to spare) × place in the queue × worker: first the one that is computed,
         #: whose first two change with time and are written when asked for, then those that wait, in their order
         self._queues = np.empty((3, _FEW_WAITING, len(workers)))
         self._queues[:] = _NOBODY[:, :, None]
         self._lengths = np.ones(len(workers), dtype=np.int64)
-        self._longest = 1
         self._count = np.zeros(len(workers))
         """Requests in each queue."""
         self.block_tokens, self.block_bytes = workers[0].hello.spec.block_tokens, workers[0].hello.spec.block_bytes
 
-    def refresh(self) -> bool:
-        """See :meth:`_Board.refresh`."""
-        is_new = super().refresh()
-        if is_new:
-            self._is_explained = not self._rows[3].any()
-        return is_new
+    def _write(self, places: Sequence[int]) -> None:
+        if native.WHY_NOT:
+            super()._write(places)
+            return
+        for place in places:
+            worker = self.workers[place]
+            burden = worker.burden
+            self._make_room(1 + len(burden.waiting))
+            native.write(*self._views, len(self.workers), place, _prefill_cells(worker), burden.waiting,
+                         burden.first_spare_s)
+
+    def _make_room(self, length: int) -> None:
+        """In each queue."""
+        if length > self._queues.shape[1]:
+            wider = np.empty((3, 2 * length, len(self.workers)))
+            wider[:] = _NOBODY[:, :, None]
+            wider[:, :self._queues.shape[1]] = self._queues
+            self._queues = wider
+            self._view()
+
+    def _view(self) -> None:
+        """Views of the arrays, for the compiled part: to make one takes longer than what is done with it."""
+        self._views = (self._cells.data, self._queues.data, self._queues.shape[1], self._lengths.data, self._count.data)
 
     def _read(self, places: Sequence[int]) -> None:
         since_s, lengths = self._rows[_SINCE], self._lengths
         for place in places:
             burden = self.workers[place].burden
             end, before = 1 + len(burden.waiting), int(lengths[place])
-            if end > self._queues.shape[1]:
-                wider = np.empty((3, 2 * end, len(self.workers)))
-                wider[:] = _NOBODY[:, :, None]
-                wider[:, :self._queues.shape[1]] = self._queues
-                self._queues = wider
+            self._make_room(end)
             if end > 1:
                 self._queues[:, 1:end, place] = np.array(burden.waiting).T
             if before > end:
@@ -131,14 +150,11 @@ class PrefillBoard(_Board):
             self._queues[2, 0, place] = burden.first_spare_s
             lengths[place] = end
             self._count[place] = end - (since_s[place] == math.inf)
-        self._longest = int(np.maximum.reduce(lengths))
 
-    def survey(self, native: Native, answers: npt.NDArray[np.float64], own: dict[WorkerId, int],
-               ranked: dict[int, float], known: tuple[float, ...] | None,
-               terms: tuple[float, ...]) -> tuple[bool, float, float, float]:
+    def survey(self, answers: npt.NDArray[np.float64], own: dict[WorkerId, int], ranked: dict[int, float],
+               known: tuple[float, ...] | None, terms: tuple[float, ...]) -> tuple[bool, float, float, float]:
         """The compiled pass over all that is on the board; see :mod:`services.conductor.core.survey`."""
-        return native(self._cells, self._queues, self._queues.shape[1], self._lengths, self._count, answers, own,
-                      self.places, ranked, known, terms)
+        return native.survey(*self._views, answers, own, self.places, ranked, known, terms)
 
     def queue_s(self, now: float) -> Column:
         """As ``Worker.queue_s``."""
@@ -162,7 +178,7 @@ class PrefillBoard(_Board):
 
     def _at(self, now: float) -> npt.NDArray[np.float64]:
         """The queues as they are now."""
-        queues = self._queues[:, :self._longest]
+        queues = self._queues[:, :np.maximum.reduce(self._lengths)]
         queues[1, 0] = front_s = self._front_s(now)
         queues[0, 0] = self.order.ranks(self._rows[_SINCE], front_s)
         return queues
@@ -171,7 +187,7 @@ class PrefillBoard(_Board):
         """What is left of the one that is computed, with what nobody can explain."""
         _, first_end_s, first_least_s, unexplained_end_s = self._rows[:4]
         front_s: Column = np.maximum(first_end_s - now, first_least_s)
-        if not self._is_explained:
+        if np.logical_or.reduce(unexplained_end_s != 0.0):
             front_s = front_s + np.maximum(unexplained_end_s - now, 0.0)
         return front_s
 

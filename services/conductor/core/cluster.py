@@ -10,6 +10,7 @@ are *unexplained* and add to its queue; jobs that should long be there while the
 from __future__ import annotations
 
 import math
+import struct
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
@@ -58,6 +59,7 @@ _MOST_ASKED = 10_000
 """Requests whose beginnings are remembered until their answers end; the oldest goes first."""
 _BEGIN = (0, 1, 3)
 """Blocks of a prompt that tell what it is like; they predict best on the traces (docs/conductor.md)."""
+_FIRST_PART = struct.Struct("<Q")
 _BELIEF = 0.5
 """What was seen of a beginning so many times weighs as much as what was known without."""
 
@@ -68,8 +70,8 @@ Beginning = tuple[int, ...]
 
 def beginning(keys: bytes) -> Beginning:
     """That of a prompt with these packed keys."""
-    return tuple(int.from_bytes(keys[at * KEY_BYTES:at * KEY_BYTES + 8], "little")
-                 for at in _BEGIN if (at + 1) * KEY_BYTES <= len(keys))
+    last = len(keys) // KEY_BYTES - 1
+    return tuple([_FIRST_PART.unpack_from(keys, at * KEY_BYTES)[0] for at in _BEGIN if at <= last])
 
 
 class Answers:
@@ -141,7 +143,7 @@ class Changes:
         return set(islice(reversed(self._latest), missed)) if missed <= len(self._latest) else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """One request on its way. Times are monotonic seconds."""
 
@@ -379,15 +381,15 @@ class Worker:
         if self.decoding:
             step_s = self._present_step_s(burden.context_tokens)
             most_s = math.inf if self.residence_s is None else self.residence_s
-            done = done_tokens = tokens = 0
+            done = done_tokens = 0
             for job in self.decoding.values():
-                tokens += job.num_tokens
                 begin_s, stay_s = job.prefilled_s, job.answer_tokens * step_s
                 leaves_s = (job.ready_s if begin_s is None else begin_s) + (stay_s if stay_s < most_s else most_s)
                 if now < leaves_s <= at_s:
                     done += 1
                     done_tokens += job.num_tokens
             if done:
+                tokens = sum([job.num_tokens for job in self.decoding.values()])
                 batch = max(batch - done, 0)
                 context_tokens *= 1.0 - done_tokens / max(tokens, 1)
         return batch, context_tokens + self._growth(batch, at_s - now)

@@ -18,6 +18,7 @@ worker that turned slower keeps its shape.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from shared.messages import Profile
 _PACE_WINDOW = 16
 _DECAY = 0.87
 """Weight in the pace of an observation relative to the one after it: five new ones outweigh all older ones."""
+_WEIGHTS = tuple(itertools.accumulate(itertools.repeat(_DECAY, _PACE_WINDOW - 1), mul, initial=1.0))
+"""Of all in the window, the newest first."""
 _FORGET = 0.97
 """The same in the shape, which changes less: half of it is from the last 23."""
 _RECENT = 7
@@ -78,7 +81,7 @@ class Fit:
 
     def observe(self, seconds: float, *features: float) -> bool:
         """Learns; answers False and changes nothing when the numbers cannot be true."""
-        if not (math.isfinite(seconds) and seconds > 0 and all(math.isfinite(f) and f >= 0 for f in features)):
+        if not (0 < seconds < math.inf and min(features) >= 0 and sum(features) < math.inf):
             return False
         error = abs(_dot(self.coefficients, features) - seconds) / seconds
         self.relative_error = error if self.relative_error is None else 0.8 * self.relative_error + 0.2 * error
@@ -227,17 +230,20 @@ def _prefill_features(num_tokens: int, hit_tokens: int) -> tuple[float, float, f
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return float(sum(map(mul, one, other)))
+    """Of two or three terms."""
+    if len(one) == 3:
+        a, b, c = one
+        x, y, z = other
+        return a * x + b * y + c * z
+    a, b = one
+    x, y = other
+    return a * x + b * y
 
 
 def _recent_median(values: Sequence[float]) -> float:
     """The median of ``values``, the later ones weighing more."""
-    weighted, weight = [], 1.0
-    for value in reversed(values):
-        weighted.append((value, weight))
-        weight *= _DECAY
-    weighted.sort()
-    half = sum(weight for _, weight in weighted) / 2
+    weighted = sorted(zip(reversed(values), _WEIGHTS, strict=False))
+    half = sum([weight for _, weight in weighted]) / 2
     reached = 0.0
     for value, weight in weighted:
         reached += weight

@@ -267,8 +267,11 @@ class Conductor:
         """When something gets old."""
         if self._started_s is None:
             return None
-        times = (self._tick_s, self._converge_s, self._feed.next_wake(), self._promises.next_wake(), self._tidy_s)
-        return min(time_s for time_s in times if time_s is not None)
+        wake_s = self._tick_s
+        for time_s in (self._converge_s, self._feed.next_wake(), self._promises.next_wake(), self._tidy_s):
+            if time_s is not None and time_s < wake_s:
+                wake_s = time_s
+        return wake_s
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when the copies contradict each other."""

@@ -1,6 +1,6 @@
 """What a prompt would cost on each prefill worker, all side by side: the part of a decision that grows with workers.
 
-Done by the compiled part, ``_native.c``, where it was built, and with arrays otherwise. Both come to the same numbers,
+Done by the compiled part where there is one, and with arrays otherwise. Both come to the same numbers,
 bit for bit; a test compares them.
 """
 
@@ -11,22 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.conductor.core import native
 from services.conductor.core.board import Column, Mask, PrefillBoard
 from services.conductor.core.cluster import BEHIND_S, LATE_S, MARGIN_S
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from shared.ids import WorkerId
-
-_API = 1
-"""What is asked of the compiled part; a file that was built before this source was written may not have it."""
-
-try:
-    from services.conductor.core import _native
-except ImportError:  # no compiler when this was installed
-    WHY_NOT = "it was not compiled"
-else:
-    WHY_NOT = "" if _native.API == _API else "it was compiled from another version"
-"""Why there is no compiled part; empty where there is one."""
 
 BESIDE = 0.25
 """What a second of a transfer that nobody waits for counts for."""
@@ -83,23 +73,24 @@ class Survey:
     """Time to first token where it would run if everybody held what anybody can send."""
 
 
-def survey(board: PrefillBoard, prompt: Prompt, policy: Policy, *, native: bool = True) -> Survey:
-    """``board`` is up to date. Not ``native``: with arrays even where there is a compiled part."""
-    if not native or WHY_NOT or len(board.workers) == 1:  # arrays add up a single row in another order
-        return _with_arrays(board, prompt, policy)
+def survey(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
+    """``board`` is up to date."""
+    if native.WHY_NOT or len(board.workers) == 1:  # arrays add up a single row in another order
+        return with_arrays(board, prompt, policy)
     order, known = board.order, prompt.known
     answers = np.empty((_ROWS, len(board.workers)))
     terms = (prompt.now, prompt.since_s, prompt.num_tokens, prompt.covered, board.block_tokens, board.block_bytes,
              order.stretch, order.most_s, MARGIN_S, LATE_S, BEHIND_S, policy.trust_s, policy.regard,
              policy.fetch_gain, BESIDE)
     is_due, longest_s, least_s, held_s = board.survey(
-        _native.survey, answers, prompt.own, prompt.ranked, None if known is None else known.prefill, terms)
+        answers, prompt.own, prompt.ranked, None if known is None else known.prefill, terms)
     own, prefill_s, ranked_s, queue_s, delays_s, yields_s, alone_s, rest_s, pull_s, bound_s = answers
     return Survey(own, prefill_s, ranked_s, queue_s, delays_s, yields_s if is_due else None, alone_s, rest_s, pull_s,
                   bound_s, longest_s, least_s, held_s)
 
 
-def _with_arrays(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
+def with_arrays(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
+    """:func:`survey` without the compiled part."""
     own, may_pull, num_tokens = _leading(board, prompt.own), prompt.covered > 0, prompt.num_tokens
     hits = np.empty((2, len(own))) if may_pull else own  # alone; with all that can be pulled
     if may_pull:

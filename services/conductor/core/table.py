@@ -13,10 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from services.conductor.core.survey import WHY_NOT
-
-if not WHY_NOT:
-    from services.conductor.core import _native
+from services.conductor.core import native
 
 
 class Table(Protocol):
@@ -90,4 +87,4 @@ class DictTable:
 
 def make_table() -> Table:
     """An empty one."""
-    return DictTable() if WHY_NOT else _native.Table()
+    return DictTable() if native.WHY_NOT else native.Table()

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from load.sim.experiment import simulate
-from services.conductor.core import survey as surveys
+from services.conductor.core import native
 from services.conductor.core.board import PrefillBoard
 from services.conductor.core.policy import Policy
-from services.conductor.core.survey import Prompt, survey
+from services.conductor.core.survey import Prompt, survey, with_arrays
 from shared.machine import Reply
 from shared.order import FCFS, ORDER, SRPT
+from tests.unit.conductor.builders import answer, ask, chain, progress
 from tests.unit.conductor.test_cluster import busy_town
 from tests.unit.sim.test_experiment import busy, options
 
-needs_it = pytest.mark.skipif(bool(surveys.WHY_NOT), reason=f"there is no compiled part: {surveys.WHY_NOT}")
+needs_it = pytest.mark.skipif(bool(native.WHY_NOT), reason=f"there is no compiled part: {native.WHY_NOT}")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -46,12 +47,38 @@ def test_the_compiled_survey_is_that_with_arrays(seed: int) -> None:
             own={worker.id: rng.randint(0, 62) for worker in rng.sample(prefill, rng.randint(0, 5))}, covered=covered,
             ranked={place: rng.uniform(0.0, 4.0) for place in rng.sample(range(5), rng.choice((0, 0, 2)))},
             known=rng.choice((None, prefill[0].costs)))
-        ours, arrays = survey(board, prompt, policy), survey(board, prompt, policy, native=False)
+        ours, arrays = survey(board, prompt, policy), with_arrays(board, prompt, policy)
         left_out = () if covered else ("rest_s", "pull_s", "bound_s")
         for field in dataclasses.fields(ours):
             if field.name not in left_out:
                 found, expected = getattr(ours, field.name), getattr(arrays, field.name)
                 assert same(found, expected), (field.name, found, expected)
+
+
+@needs_it
+@pytest.mark.parametrize("seed", range(4))
+def test_compiled_or_not_the_same_is_written_on_a_board(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    play, prefill, _ = busy_town(seed)
+    boards = PrefillBoard(prefill), PrefillBoard(prefill)
+    for board in boards:
+        board.refresh()
+    for i in range(40):
+        worker = random.Random(i).choice(prefill)
+        if i % 3 == 0 and worker.prefilling:
+            play >> progress(next(iter(worker.prefilling)), worker.id, "prefilled", num_tokens=2000)
+        else:
+            answer(play, ask(f"more-{seed}-{i}", chain("doc", 8), tokens=600 + 50 * i))
+        play.take()
+        boards[0].refresh()
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "WHY_NOT", "left out")
+            boards[1].refresh()
+        for name in ("_cells", "_lengths", "_count"):
+            assert same(getattr(boards[0], name), getattr(boards[1], name)), name
+        room = [min(board._queues.shape[1] for board in boards)] * 2
+        ours, others = (board._queues[:, :end].copy() for board, end in zip(boards, room, strict=True))
+        ours[:2, 0] = others[:2, 0] = 0.0  # of the one that is computed, which only arrays write there
+        assert same(ours, others)
 
 
 @needs_it
@@ -65,7 +92,8 @@ def test_boards_that_contradict_themselves_are_refused() -> None:
     board._lengths[0] = 10**6
     with pytest.raises(ValueError, match="longer than its room"):
         survey(board, dataclasses.replace(prompt, ranked={}), Policy())
-    board._cells = board._cells[:3].copy()
+    board._lengths[0] = 1
+    board._views = (board._cells[:3].copy().data, *board._views[1:])
     with pytest.raises(ValueError, match="bytes"):
         survey(board, dataclasses.replace(prompt, ranked={}), Policy())
 
@@ -79,5 +107,5 @@ def test_a_simulation_decides_the_same_without_it(tmp_path: Path, monkeypatch: p
         return said
 
     with_it = decisions()
-    monkeypatch.setattr(surveys, "WHY_NOT", "left out")
+    monkeypatch.setattr(native, "WHY_NOT", "left out")
     assert decisions() == with_it

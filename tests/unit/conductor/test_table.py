@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from services.conductor.core import survey
+from services.conductor.core import native
 from services.conductor.core.table import DictTable, Table, make_table
 
-TABLES = [DictTable] if survey.WHY_NOT else [DictTable, make_table]
+TABLES = [DictTable] if native.WHY_NOT else [DictTable, make_table]
 
 
 def prints_of(rng: random.Random, kind: str) -> int:
@@ -58,7 +58,7 @@ def test_an_empty_one(make: type[Table]) -> None:
     assert table.stretches(np.empty(0, dtype=np.uint64)) == []
 
 
-@pytest.mark.skipif(bool(survey.WHY_NOT), reason=f"there is no compiled part: {survey.WHY_NOT}")
+@pytest.mark.skipif(bool(native.WHY_NOT), reason=f"there is no compiled part: {native.WHY_NOT}")
 def test_it_refuses_what_is_no_fingerprint_and_takes_few_bytes() -> None:
     table = make_table()
     for wrong in (-1, 1 << 64, (1 << 64) - 1, "block", None):
