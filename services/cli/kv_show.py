@@ -228,7 +228,7 @@ def requests(nats_url: str | None, data_dir: str | None, json: bool, *, since: s
         return
     table = compact_table(Column("when", no_wrap=True), name_column("request", 12), "tenant", "outcome",
                           number_column("prompt"), number_column("hit"), number_column("TTFT"),
-                          number_column("total"), "workers",
+                          number_column("total"), name_column("workers", 9),
                           title=f"The latest {len(reply.requests)} requests of the last {since}")
     for row in reply.requests:
         table.add_row(_age(row.received_at_s), row.request[:20], row.tenant, outcome_of(row), f"{row.prompt_tokens:,}",

@@ -44,11 +44,12 @@ class _Folding(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unbounded = options.update(max_width=_UNBOUNDED)
-        cells = [[Measurement.get(console, unbounded, cell) for cell in (column.header, *column.cells)]
-                 for column in self.columns]
-        most = [max(cell.maximum for cell in column) for column in cells]
-        least = [most[i] if column.no_wrap else max(min(cell.minimum, _WHOLE) for cell in cells[i])
-                 for i, column in enumerate(self.columns)]
+        least, most = [], []
+        for column in self.columns:
+            cells = [Measurement.get(console, unbounded, cell) for cell in (column.header, *column.cells)]
+            most.append(max(column.min_width or 0, *(cell.maximum for cell in cells)))
+            words = most[-1] if column.no_wrap else max(min(cell.minimum, _WHOLE) for cell in cells)
+            least.append(column.min_width or words)
         for self.padding, self.show_edge in (((0, 1, 0, 0), True), ((0, 0, 0, 0), False)):
             for column, width in zip(self.columns, most, strict=True):
                 column.width = width
@@ -81,8 +82,8 @@ def _shared_out(room: int, least: Sequence[int], most: Sequence[int]) -> list[in
 
 
 def name_column(header: str, width: int) -> Column:
-    """A column of names that are useless when cut."""
-    return Column(header, no_wrap=True, min_width=width)
+    """A column of names of which so many characters stand side by side, whatever else has to fold."""
+    return Column(header, min_width=width)
 
 
 def number_column(header: str) -> Column:
@@ -91,7 +92,7 @@ def number_column(header: str) -> Column:
 
 
 def compact_table(*columns: str | Column, title: str | None = None) -> Table:
-    """A table for narrow terminals; ``name_column`` and ``number_column`` keep what is in them in one piece."""
+    """A table for narrow terminals; what is in a ``number_column`` is never folded."""
     table = _Folding(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
                      pad_edge=False)
     for column in table.columns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from services.cli.find import ask, settings
 from services.cli.output import compact_table, console, name_column, number_column
@@ -32,8 +32,8 @@ def report(reply: WorkersReply) -> Table:
     now = [name_column("now", len("prefill"))] if is_elastic else []
     table = compact_table(
         name_column("worker", width), name_column("state", len("alive")), *now, "model", "device",
-        *map(number_column, ("queued", "running")), Column("free blocks", justify="right"),
-        *map(number_column, ("indexed", "wait")), title=f"Workers, as {reply.conductor} sees them")
+        *map(number_column, ("queue", "runs", "free blocks", "index", "wait")),
+        title=f"Workers, as {reply.conductor} sees them")
     for worker in reply.workers:
         hello, load = worker.hello, worker.load
         loads = [one for one in (load, worker.other_load) if one is not None]

@@ -69,6 +69,26 @@ def test_words_stay_whole_as_long_as_they_can() -> None:
     assert lines[2][1] + lines[3][0] == "a-model/with-a-very-long-name"
 
 
+def test_names_are_folded_before_a_table_falls_apart() -> None:
+    table = compact_table(name_column("request", 12), number_column("tokens"))
+    table.add_row("req-be430d53bb00f1c2", "1,000")
+    lines = [line.split() for line in printed(22, table).splitlines() if line.strip()]
+    assert lines[2][-1] == "1,000" and len(lines[2][0]) >= 12 and lines[2][0] + lines[3][0] == "req-be430d53bb00f1c2"
+
+
+def test_workers_of_an_elastic_stack_fit_into_eighty_columns() -> None:
+    told = reply("WorkersReply")
+    (one,) = told.workers
+    hello = msgspec.structs.replace(
+        one.hello, worker="prefill-1", role="prefill", elastic=True, capacity_blocks=187_483, device="cuda:0",
+        spec=msgspec.structs.replace(one.hello.spec, model="smollm2-135m"))
+    load = msgspec.structs.replace(one.load, free_blocks=187_483, draining=False)
+    worker = msgspec.structs.replace(one, hello=hello, load=load, state="alive", now="prefill", waiting_s=0.0)
+    shown = printed(80, tables.report(msgspec.structs.replace(told, workers=[worker])))
+    assert "187483/187483" in shown and len([line for line in shown.splitlines() if "prefill-1" in line]) == 1
+    assert "─" in shown, "a table, not row by row"
+
+
 def reply(name: str) -> Any:
     """A message with a long text in every field that has one."""
     kind = getattr(messages, name)

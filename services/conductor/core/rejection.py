@@ -59,14 +59,14 @@ class Reasons:
         """The first token would come ``ttft_s`` seconds from now, ``queue_s`` of them in a queue: too late."""
         asked_s, waited_s = self._policy.ttft_asked_s(self._ask) or 0.0, self._ask.waited_s
         alone_s, after_s = ttft_s - queue_s, waited_s + ttft_s
-        parts = f" ({waited_s:.2f} s waited already, {ttft_s:.2f} s from now)" if waited_s else ""
-        message = f"the first token is predicted after {after_s:.2f} s{parts}, asked are {asked_s:.2f} s"
+        parts = f" ({_said(waited_s)} waited already, {_said(ttft_s)} from now)" if waited_s else ""
+        message = f"the first token is predicted after {_said(after_s)}{parts}, asked are {_said(asked_s)}"
         retry_after_s = ttft_s - asked_s  # by whoever asks again nothing has been waited
         if alone_s > asked_s:
-            message = f"{message}; without a queue it would be {alone_s:.2f} s"
+            message = f"{message}; without a queue it would be {_said(alone_s)}"
             retry_after_s = queue_s
         elif after_s <= asked_s:
-            message = f"{message}, and the queue of {queue_s:.2f} s may be {DOUBT:.0%} longer than predicted"
+            message = f"{message}, and the queue of {_said(queue_s)} may be {DOUBT:.0%} longer than predicted"
         late_s = max(after_s + DOUBT * queue_s - asked_s, 0.0)
         return self._rejection("ttft", message, retry_after_s, candidates, late_s=late_s)
 
@@ -74,7 +74,7 @@ class Reasons:
             spare_s: float = 0.0) -> Rejection:
         """Tokens would come too slowly; ``spare_s`` as in :meth:`no_room`."""
         return self._rejection(
-            "tbt", f"the time between tokens is predicted as {tbt_s * 1e3:.0f} ms, asked are {slo_s * 1e3:.0f} ms",
+            "tbt", f"the time between tokens is predicted as {_said(tbt_s)}, asked are {_said(slo_s)}",
             worker.next_free_s(self._now), candidates, spare_s=spare_s if worker.batch() else 0.0)
 
     def _rejection(self, code: RejectionCode, message: str, retry_after_s: float,
@@ -84,3 +84,8 @@ class Reasons:
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
                          retry_after_s=retry_after_s, wait_s=retry_after_s if waits else 0.0,
                          spare_s=spare_s if waits else 0.0, late_s=late_s, decode_candidates=list(self.decode))
+
+
+def _said(duration_s: float) -> str:
+    """With the digits that tell a bound from its prediction, however short both are: ``12.5 ms``, ``3.20 s``."""
+    return f"{duration_s:.2f} s" if duration_s >= 0.9995 else f"{duration_s * 1e3:.3g} ms"

@@ -274,6 +274,13 @@ class TestRejections:
         assert rejection.late_s == pytest.approx(waited_s + 1.01 - 2.0)
         assert rejection.retry_after_s == 0.2, "asked anew it would be in time"
 
+    def test_short_bounds_are_told_with_digits(self) -> None:
+        play = stage(hello("p1"), hello("d1", "decode"))
+        assert "predicted after 20 ms, asked are 0.5 ms; without a queue it would be 20 ms" in rejected(
+            play, tokens=10, ttft_slo_s=0.0005).message
+        assert rejected(play, tokens=10, tbt_slo_s=1e-6).message == (
+            "the time between tokens is predicted as 30 ms, asked are 0.001 ms")
+
     def test_a_queue_that_may_be_too_long(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode")) >> load("p1", queued=1, queued_tokens=3000)
         rejection = rejected(play, ttft_slo_s=4.1)
