@@ -44,7 +44,8 @@ Fingerprint = int
 """A block key folded to 60 bits."""
 
 BLOCK_BYTES: Final = 100
-"""Memory an indexed block takes: its fingerprint (32), and a dictionary entry at the worst fill (24 + 4 a place)."""
+"""Memory an indexed block takes in a dictionary: its fingerprint (32), and an entry at the worst fill (24 + 4 a place).
+The compiled part's table takes less than half; what is believed does not depend on whether it is there."""
 ROW_BYTES: Final = 700
 """Memory a distinct set of holders takes: five integers of a bit a worker, and two dictionary entries."""
 
@@ -85,7 +86,7 @@ class Match:
     runs: Sequence[tuple[int, int]]
     """(end, slots of the senders that hold its blocks), of stretches of leading blocks that the same ones hold, until
     the first block that no sender does."""
-    _workers: Sequence[WorkerId | None]
+    _names: _Names
     own: dict[WorkerId, int] = field(default_factory=dict)
     """Leading blocks each worker holds in any tier, or is promised; workers with none are left out."""
     unmade: dict[WorkerId, int] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Match:
                     if not (both := holders & senders):
                         break
                     end, holders = until, both
-            found = self._found[start] = end, _named(self._workers, holders) if end > start else []
+            found = self._found[start] = end, self._names.of(holders) if end > start else []
         return found
 
 
@@ -137,7 +138,7 @@ class PrefixIndex:
         #: the reverse of ``_slots``, ``None`` for slots that are not live
         self._workers: list[WorkerId | None] = []
         #: the same for matches to keep; ``None`` after a change
-        self._known_names: tuple[WorkerId | None, ...] | None = None
+        self._known_names: _Names | None = None
         #: blocks of each slot
         self._held: list[int] = []
         self._live = self._retired = 0
@@ -465,14 +466,14 @@ class PrefixIndex:
         lengths: dict[WorkerId, int] = {}
         for length, slots in ends:
             if length and slots:
-                lengths.update(dict.fromkeys(_named(self._names, slots), length))
+                lengths.update(dict.fromkeys(self._names.of(slots), length))
         return lengths
 
     @property
-    def _names(self) -> tuple[WorkerId | None, ...]:
+    def _names(self) -> _Names:
         """``_workers``, as it is now and stays."""
         if self._known_names is None:
-            self._known_names = tuple(self._workers)
+            self._known_names = _Names(self._workers)
         return self._known_names
 
 
@@ -485,16 +486,34 @@ class _Tidying:
     doomed: list[Fingerprint] = field(default_factory=list)
 
 
-def _named(workers: Sequence[WorkerId | None], slots: int) -> list[WorkerId]:
-    """Who has these slots; those that are nobody's are left out."""
-    return [worker for slot in _bits(slots) if (worker := workers[slot]) is not None]
+class _Names:
+    """Who has which slot, at one moment."""
+
+    __slots__ = ("_many", "_workers")
+
+    def __init__(self, workers: Sequence[WorkerId | None]) -> None:
+        self._workers = tuple(workers)
+        self._many = np.array(workers, dtype=object)
+
+    def of(self, slots: int) -> list[WorkerId]:
+        """Whose these slots are, all of them somebody's."""
+        if slots.bit_count() < _MANY_BITS:
+            workers = self._workers
+            return [worker for slot in _bits(slots) if (worker := workers[slot]) is not None]
+        found: list[WorkerId] = self._many[_many_bits(slots)].tolist()
+        return found
+
+
+def _many_bits(mask: int) -> npt.NDArray[np.intp]:
+    packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]
 
 
 def _bits(mask: int) -> list[int]:
     """Positions of the ones in ``mask``, lowest first."""
     if mask.bit_count() >= _MANY_BITS:
-        packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-        return np.unpackbits(packed, bitorder="little").nonzero()[0].tolist()
+        many: list[int] = _many_bits(mask).tolist()
+        return many
     bits = []
     while mask:
         low = mask & -mask

@@ -74,6 +74,19 @@ def test_runs_from_the_middle_and_only_from_those_who_may_send() -> None:
     assert match.own[A] == 2
 
 
+def test_hundreds_may_hold_the_same_and_some_leave() -> None:
+    index, workers = PrefixIndex(), [WorkerId(f"w{i}") for i in range(200)]
+    for i, worker in enumerate(workers):
+        store(index, worker, *range(1, 2 + i % 3), tier=Tier.SSD if i % 5 == 0 else Tier.DRAM)
+    for worker in workers[::7]:
+        index.remove(worker)
+    stay = {worker: 1 + i % 3 for i, worker in enumerate(workers) if i % 7}
+    match = index.match(prints(1, 2, 3), stay)
+    assert match.own == stay and match.run(1) == (3, [worker for worker, blocks in stay.items() if blocks == 3])
+    assert match.on_ssd == {worker: 0 for i, worker in enumerate(workers) if i % 7 and i % 5 == 0}
+    assert index.tiers(prints(3)[0]).keys() == {worker for worker, blocks in stay.items() if blocks == 3}
+
+
 def test_a_block_is_gone_with_its_last_tier() -> None:
     index = PrefixIndex()
     (one,) = prints(1)
