@@ -6,9 +6,9 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from rich import box
-from rich.table import Column, Table
+from rich.table import Table
 
+from services.launcher.tables import compact_table, name_column
 from shared.messages import BlockRow, LineageReply, ReplicaRow
 
 KEY_DIGITS = 12
@@ -18,13 +18,10 @@ KEY_DIGITS = 12
 def lineage_table(reply: LineageReply, *, merged: bool = False) -> Table:
     """The chain, root first; ``merged`` shows neighbours of the same story as one row."""
     asked = reply.blocks[-1].key.hex()[:KEY_DIGITS] if reply.blocks else "nothing"
-    table = Table(
-        Column("depth", no_wrap=True, min_width=5),
-        Column("key", no_wrap=True, min_width=KEY_DIGITS), Column("first by", no_wrap=True, min_width=9),
-        Column("at", no_wrap=True, min_width=8),
-        Column("for request", no_wrap=True, max_width=12), Column("copies now", no_wrap=True),
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=f"Lineage of {asked}", title_justify="left",
-        caption=f"blocks that continue it: {reply.descendants}", caption_justify="left")
+    table = compact_table(
+        name_column("depth", 5), name_column("key", KEY_DIGITS), name_column("first by", 9), name_column("at", 8),
+        name_column("for request", 12), name_column("copies now", 9),
+        title=f"Lineage of {asked}", caption=f"blocks that continue it: {reply.descendants}")
     for _, run in itertools.groupby(reply.blocks, key=_story if merged else lambda block: block.key):
         blocks = list(run)
         first, last = blocks[0], blocks[-1]

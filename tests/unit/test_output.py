@@ -99,6 +99,10 @@ ASKED = {
     "workers": (tables.workers, "WorkersReply", {}), "advise": (advise, "WorkersReply", {"json": False}),
     "ls": (kv_show.blocks, "BlocksReply", {"json": False, "limit": 9, "worker": "", "tenant": "", "order": "hot",
                                            "everything": True}),
+    "lineage": (lambda *where, **options: kv_show.lineage("01", *where, **options), "LineageReply", {
+        "json": False, "limit": 9, "html": None}),
+    "descendants": (lambda *where, **options: kv_show.descendants("01", *where, **options), "DescendantsReply", {
+        "json": False, "limit": 9, "html": None}),
     "stats": (kv_show.stats, "StatsReply", {"json": False}),
     "hot": (kv_show.hot, "HotReply", {"json": False, "limit": 9, "blocks": 9, "tenant": "", "model": "", "html": None}),
     "evictions": (kv_show.evictions, "EvictionsReply", {
