@@ -423,12 +423,15 @@ class Conductor:
 
     def _count(self, placed: Placed, now: float) -> None:
         """A decision burdens its workers, and promises the prompt's blocks."""
-        placement = placed.placement
+        placement, begins = placed.placement, beginning(placed.keys)
         self._cluster.place(placement, num_tokens=placed.num_tokens, max_tokens=placed.max_tokens, now=now,
-                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant, begins=beginning(placed.keys),
+                            ttft_slo_s=placed.ttft_slo_s, tenant=placed.tenant, begins=begins,
                             head_start_s=placed.head_start_s)
         if (prefill := self._cluster.workers.get(placement.prefill)) is not None:
-            self._roles_of(prefill.spec, now).asked(placement.predicted_prefill_s, now)
+            self._roles_of(prefill.spec, now).asked(
+                placement.predicted_prefill_s, now, num_tokens=placed.num_tokens,
+                answer_tokens=self._cluster.answers.usual(placed.tenant, begins),
+                max_tokens=placed.max_tokens)
         if (decode := self._cluster.workers.get(placement.decode)) is not None:
             self._roles_of(decode.spec, now).bounded(
                 placed.tbt_slo_s, lone_s=decode.costs.step_s(batch=1, context_tokens=placed.num_tokens))

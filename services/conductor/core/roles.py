@@ -21,8 +21,24 @@ Who does what
 
 Workers stand in one line that all conductors know: those at home in prefill by id, then those at home in decode by id
 backwards. So many from its front prefill, the others decode: conductors that count the same agree. Everybody is at home
-until a role needs more workers than are at home there; then the next in line change sides. Where there are not enough,
-decode has what it needs: prompts merely wait, and what is not prefilled does not have to be decoded.
+until a role needs more workers than are at home there; then the next in line change sides. Where there are not enough
+for a crowd of prompts, decode has what it needs: prompts merely wait.
+
+Where both are short
+--------------------
+
+When the load is more than all workers can do, these needs do not tell how to divide them. Prompts queue up without end,
+while the answers that run are only those to prompts that are through; whom decode misses a little later has its own
+queue of prompts to end first. Both roles count as short while, of ``N`` workers,
+``(λ + B / backlog) / full + A > N``, and for a while after. ``A`` are those that answers to the prompts that arrive
+will keep busy, by the lengths that are usual for these. ``P`` workers prefill ``P / λ`` of what arrives, so most is
+served to its end where::
+
+    P + D + spare · √D = N,  D = P · A / λ
+
+The root is for answers that come in crowds (square-root staffing: Halfin and Whitt, Operations Research 29, 1981). This
+*balance* hangs on what arrives, not on how much, so it is steady while all else overflows. Then no more prefill than it
+says, or than are at home there; and decode leaves it so many, unless it has no room for what was prefilled.
 
 Conductors that are replicas hear of the same placements, bounds and heartbeats. They may still disagree for as long as
 a need is remembered: on what one heard and another did not (it came later, or a message was lost), and on whom one
@@ -84,6 +100,14 @@ class Rules:
     """A need must be so much below one worker less before that one goes home."""
     look_s: float = 1.0
     """Pause between two looks."""
+    spare: float = 0.4
+    """Where both roles are short, decode has so many times the root of the workers that it needs on average besides."""
+    first_s: float = 30.0
+    first_tokens: float = 512.0
+    """In the first ``first_s`` answers are taken to have so many tokens at least, where that is not more than they may
+    have: those that end first are short."""
+    backlog_s: float = 60.0
+    """Both roles are short where what arrives and what is queued, computed within this time, is too much."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,8 @@ class Need:
     """Prefill workers needed."""
     decode: float
     """Decode workers needed."""
+    answers: float
+    """Decode workers that answers to the prompts that arrive will need on average, if all of these are prefilled."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +153,7 @@ class Advice:
     is_wrong: bool
     """Whether one side has less than it needs while the other has workers to spare."""
     is_short: bool
-    """Whether the load needs more workers than there are, whatever they do."""
+    """Whether the load needs more workers than there are, whatever they do; then the best is the balance."""
 
 
 @dataclass
@@ -198,9 +224,14 @@ class Roles:
         self._tbt_slo_s = tbt_slo_s
         #: share of the requests that brought a bound, and 1/bound of these, 0 of others; both smoothed
         self._bounded_share = self._bounds = 0.0
+        self._since_s = now
         self._prefill_rate = _Rate(rules.rate_s, now)
+        #: steps of expected answers that arrive a second, and tokens of context in all of these
+        self._step_rate, self._context_rate = _Rate(rules.rate_s, now), _Rate(rules.rate_s, now)
         self._prefill = _Peak(rules.window_s, rules.slack, 0.0)
         self._decode = _Peak(rules.window_s, rules.slack, rules.smooth_s)
+        #: of these, those whose memory is needed
+        self._room = _Peak(rules.window_s, rules.slack, 0.0)
         self.version = 0
         """Counts changes of what :meth:`split` answers for the same workers."""
         self._look_s = -math.inf
@@ -210,13 +241,26 @@ class Roles:
         self._need: Need | None = None
         self._most = 0
         """No more workers are called to prefill than this."""
+        self._short_until_s = -math.inf
+        self._is_short = False
+        """Whether both roles were short lately."""
+        self._balanced = 0
+        """So many should prefill then; 0 before anything arrived."""
         #: who was to prefill and to decode at the last look
         self._last: tuple[list[WorkerId], list[WorkerId]] = ([], [])
 
-    def asked(self, prefill_s: float, now: float) -> None:
-        """A request was placed whose prompt takes so long to compute."""
-        if math.isfinite(prefill_s):
-            self._prefill_rate.add(max(prefill_s, 0.0), now)
+    def asked(self, prefill_s: float, now: float, *, num_tokens: int = 0, answer_tokens: float = 0.0,
+              max_tokens: float = 0.0) -> None:
+        """A request was placed whose prompt of ``num_tokens`` takes so long to compute, and whose answer is usually so
+        long, and at most ``max_tokens``."""
+        if not math.isfinite(prefill_s):
+            return
+        steps = max(answer_tokens, 0.0)  # what the usual ones were limited by is in there
+        if now < self._since_s + self._rules.first_s:
+            steps = max(min(max(steps, self._rules.first_tokens), max_tokens), 0.0)
+        self._prefill_rate.add(max(prefill_s, 0.0), now)
+        self._step_rate.add(steps, now)
+        self._context_rate.add(steps * (max(num_tokens, 0) + steps / 2), now)
 
     def bounded(self, tbt_slo_s: float | None, *, lone_s: float) -> None:
         """A request was placed under this bound on the time between tokens, or none; alone its steps take ``lone_s``.
@@ -233,7 +277,7 @@ class Roles:
         """What the load needs; ``workers`` are those that may get work, and are not empty."""
         rules = self._rules
         takers = [worker for worker in workers if worker.does("decode")] or workers
-        step_s, request_s, _ = (sum(terms) / len(takers) for terms in zip(
+        step_s, request_s, token_s = (sum(terms) / len(takers) for terms in zip(
             *(worker.costs.decode for worker in takers), strict=True))
         limit_s = self._step_limit(step_s + request_s, workers[0].answers.short_share)
         batch = context_tokens = 0
@@ -248,11 +292,14 @@ class Roles:
         memory = context_tokens / max(room, 1.0)
         prefill_rate = self._prefill_rate.get(now)
         queued_s = sum(worker.queue_s(now) for worker in workers if worker.does("prefill"))
+        context_rate = self._context_rate.get(now)
+        answers_s = request_s * self._step_rate.get(now) + token_s * context_rate
         return Need(
             prefill_rate=prefill_rate, queued_s=queued_s, decode_rate=decode_rate, step_s=step_s,
             step_limit_s=limit_s, batch=batch, context_tokens=context_tokens, memory=memory,
             prefill=prefill_rate / rules.utilisation + queued_s / rules.horizon_s,
-            decode=max(decode_rate / (1.0 - step_s / limit_s), memory / rules.fill))
+            decode=max(decode_rate / (1.0 - step_s / limit_s), memory / rules.fill),
+            answers=max(answers_s / (1.0 - step_s / limit_s), context_rate * limit_s / max(room, 1.0) / rules.fill))
 
     def _step_limit(self, lone_s: float, short_share: float) -> float:
         """A request joins at the next step boundary, after up to a step. A short answer that waits longer than the
@@ -274,6 +321,8 @@ class Roles:
         self._need = need = self.need(workers, now)
         self._prefill.take(need.prefill, now)
         self._decode.take(need.decode, now, least=need.memory / self._rules.fill)
+        self._room.take(need.memory / self._rules.fill, now)
+        self._balance(need, len(workers), now)
         # whom decode lets go is only wanted if prompts press now, not if they did a while ago
         self._most = max(self._count(workers), math.ceil(need.prefill))
         decoding = {worker.id for worker in self._sides(workers)[1]}
@@ -295,6 +344,7 @@ class Roles:
         if any(worker.burden.behind_s > self._rules.queue_s for worker in decode):
             return False
         self._decode.raise_to(len(decode) + 1.0, now)
+        self._room.raise_to(len(decode) + 1.0, now)
         if self._count(workers) >= len(prefill):
             return False
         last = prefill[-1].hello.role  # who is not at home goes home before others leave theirs
@@ -316,15 +366,33 @@ class Roles:
         prefill = self._count(workers)
         decode = len(workers) - prefill
         wanted = self._prefill.workers, self._decode.workers
-        is_wrong = ((wanted[0] > prefill and wanted[1] < decode) or (wanted[1] > decode and wanted[0] < prefill))
-        best = min(max(round(len(workers) * wanted[0] / sum(wanted)), 1), len(workers) - 1) if is_wrong else prefill
+        if self._is_short:
+            is_wrong = prefill < self._balanced or (prefill > self._balanced and wanted[1] > decode)
+            best = self._balanced if is_wrong else prefill
+        else:
+            is_wrong = ((wanted[0] > prefill and wanted[1] < decode) or (wanted[1] > decode and wanted[0] < prefill))
+            best = round(len(workers) * wanted[0] / sum(wanted)) if is_wrong else prefill
+        if is_wrong:
+            best = min(max(best, 1), len(workers) - 1)
         return Advice(need=need, prefill=prefill, decode=decode, best_prefill=best, best_decode=len(workers) - best,
-                      is_wrong=is_wrong, is_short=need.prefill_rate / self._rules.full + wanted[1] > len(workers))
+                      is_wrong=is_wrong, is_short=self._is_short)
 
     def _sides(self, workers: Sequence[Worker]) -> tuple[list[Worker], list[Worker]]:
         """Who is to prefill and who to decode, whether or not it can begin."""
         line, count = in_line(workers, self._called), self._count(workers)
         return line[:count], line[count:]
+
+    def _balance(self, need: Need, count: int, now: float) -> None:
+        """Whether both roles are short of these ``count`` workers, and how many should prefill then."""
+        rules = self._rules
+        arriving = need.prefill_rate + need.queued_s / rules.backlog_s
+        if arriving / rules.full + need.answers > count:
+            self._short_until_s = now + rules.window_s
+        self._is_short = now < self._short_until_s
+        if need.prefill_rate > 0.0:
+            balance = balanced(count, need.answers / need.prefill_rate, rules.spare)
+            if not self._balanced - rules.slack <= balance < self._balanced + 1 + rules.slack:
+                self._balanced = math.floor(balance)
 
     def _count(self, workers: Sequence[Worker]) -> int:
         """How many of them prefill: at least one, and not all, where that can be."""
@@ -332,7 +400,19 @@ class Roles:
         least = sum(not worker.does("decode") for worker in workers)
         most = sum(worker.does("prefill") for worker in workers)
         wanted = min(max(home, min(self._prefill.workers, self._most)), len(workers) - self._decode.workers)
+        if self._is_short:
+            left = min(self._balanced, len(workers) - self._room.workers)
+            wanted = max(min(wanted, max(self._balanced, home)), left)
         return max(min(max(wanted, 1), most, len(workers) - 1), least)
+
+
+def balanced(count: int, ratio: float, spare: float) -> float:
+    """Of ``count`` workers, how many should prefill for most of the load to be served, where it takes ``ratio`` workers
+    to decode what one prefills, and ``spare`` times the root of their number besides: the solution of
+    ``P + ratio·P + spare·√(ratio·P) = count``."""
+    linear = spare * math.sqrt(ratio)
+    root = (math.sqrt(linear * linear + 4.0 * (1.0 + ratio) * count) - linear) / (2.0 * (1.0 + ratio))
+    return root * root
 
 
 def in_line(workers: Sequence[Worker], called: Sequence[WorkerId] = ()) -> list[Worker]:

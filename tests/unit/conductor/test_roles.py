@@ -16,7 +16,7 @@ from services.conductor.core.cluster import Cluster, Job, Worker
 from services.conductor.core.machine import Conductor
 from services.conductor.core.policies.registry import make_policy
 from services.conductor.core.policy import Policy
-from services.conductor.core.roles import Roles, Rules, in_line
+from services.conductor.core.roles import Roles, Rules, balanced, in_line
 from shared.ids import ConductorId, RequestId, WorkerId
 from shared.messages import Hello, Placed, Placement, Rejection
 from tests.support.playbook import Playbook, after
@@ -92,6 +92,33 @@ class TestNeed:
         need = Roles(tbt_slo_s=100.0, now=0.0).need(workers, 0.0)
         assert need.memory == pytest.approx(60 / 64) and need.decode == pytest.approx(60 / 64 / 0.8)
 
+    def test_what_answers_to_the_prompts_that_arrive_will_need(self) -> None:
+        workers, roles = fleet(2, 2), Roles(tbt_slo_s=0.2, now=0.0)
+        for tenth in range(6000):
+            roles.asked(0.3, tenth / 10, num_tokens=950, answer_tokens=100.0)  # 1,000 tokens of context on average
+        need = roles.need(workers, 600.0)
+        own_s = 10 * 100 * (0.01 + 1000 * 1e-6)  # a second: of the request and of its context
+        assert need.answers == pytest.approx(own_s / (1 - 20 / 130), rel=0.02) and need.decode == 0.0
+        long = Roles(tbt_slo_s=0.2, now=0.0)
+        for tenth in range(6000):
+            long.asked(0.3, tenth / 10, num_tokens=59_995, answer_tokens=10.0)
+        assert long.need(workers, 600.0).answers == pytest.approx(10 * 10 * 60_000 * 0.13 / 64_000 / 0.8, rel=0.02)
+
+    @pytest.mark.parametrize("answer_tokens", [-3.0, 0.0])
+    def test_prompts_without_an_answer_need_nobody_to_decode(self, answer_tokens: float) -> None:
+        roles = Roles(tbt_slo_s=0.2, now=0.0)
+        roles.asked(0.3, 31.0, num_tokens=-7, answer_tokens=answer_tokens)
+        assert roles.need(fleet(2, 2), 31.0).answers == 0.0
+
+    def test_at_first_answers_are_not_taken_to_be_as_short_as_those_that_have_ended(self) -> None:
+        needs = []
+        for answer_tokens, max_tokens in ((5.0, 100), (100.0, 100), (5.0, 2000), (512.0, 2000), (900.0, 2000)):
+            roles = Roles(tbt_slo_s=0.2, now=0.0)
+            for second in range(20):
+                roles.asked(0.3, float(second), num_tokens=1000, answer_tokens=answer_tokens, max_tokens=max_tokens)
+            needs.append(roles.need(fleet(2, 2), 20.0).answers)
+        assert 0 < needs[0] == needs[1] < needs[2] == needs[3] < needs[4]
+
     def test_without_a_bound_four_lone_steps_are_one_and_short_answers_halve_it(self) -> None:
         workers, roles = fleet(1, 1), Roles(tbt_slo_s=None, now=0.0)
         assert roles.need(workers, 0.0).step_limit_s == pytest.approx(0.65 * 4 * 0.03)
@@ -153,6 +180,24 @@ class TestLine:
         can_decode = [worker for worker in workers if worker.does("decode")]
         if len(workers) > 1 and can_prefill and can_decode:
             assert prefill and decode
+
+
+class TestBalance:
+    def test_by_hand(self) -> None:
+        assert balanced(16, 0.0, 1.5) == pytest.approx(16)
+        assert balanced(9, 0.25, 0.0) == pytest.approx(7.2)
+        assert balanced(8, 0.25, 3.0) == pytest.approx(4.0)  # 4 prefill, 1 is needed to decode, 3 are to spare
+        assert balanced(8, 1.0, 2.0) == pytest.approx(((math.sqrt(17) - 1) / 2) ** 2)
+
+    @given(count=st.integers(1, 2000), ratio=st.floats(0, 1e4), spare=st.floats(0, 10), more=st.floats(0, 10))
+    def test_all_are_used_and_the_more_decode_needs_the_fewer_prefill(
+            self, count: int, ratio: float, spare: float, more: float) -> None:
+        prefill = balanced(count, ratio, spare)
+        decode = ratio * prefill
+        assert 0.0 < prefill <= count * (1 + 1e-9)
+        assert prefill + decode + spare * math.sqrt(decode) == pytest.approx(count)
+        assert balanced(count, ratio + more, spare) <= prefill * (1 + 1e-9)
+        assert balanced(count, ratio, spare + more) <= prefill * (1 + 1e-9)
 
 
 def queue(worker: Worker, seconds: float) -> None:
@@ -276,6 +321,104 @@ class TestToAndFro:
             assert counts == sorted(counts, reverse=edge % 2 == 1)
 
 
+class Overload:
+    """Prompts of half a second, the answers to which take 0.45 workers for each one that prefills: eight are balanced
+    when 5.2 prefill, eleven when 7.2 do, sixteen when 10.6 do."""
+
+    def __init__(self, homes: tuple[int, int], *, rules: Rules | None = None) -> None:
+        self.workers = fleet(*homes)
+        self.roles = Roles(tbt_slo_s=0.2, now=0.0, rules=rules or Rules(first_s=0.0))
+        self.now = 0.0
+
+    def step(self, *, load: float, ratio: float = 0.45, answers: float = 0.0, queued_s: float = 20.0) -> int:
+        """One second: ``load`` seconds of prompts arrive, the answers to which need ``ratio`` workers for each second;
+        those there are need ``answers`` workers. Answers how many workers are to prefill."""
+        tokens = 2000.0
+        answer_tokens = ratio * (1 - 20 / 130) / (0.01 + 1e-6 * tokens) / 2  # one of these a half second
+        for half in range(round(2 * load)):
+            self.roles.asked(0.5, self.now + half / 2 / load, num_tokens=round(tokens - answer_tokens / 2),
+                             answer_tokens=answer_tokens)
+        self.now += 1.0
+        share = answers * (1 - 20 / 130) / len(self.workers)
+        for worker in self.workers:
+            decodes(worker, round(2 * share / (1 - share)))
+            worker.load_s, worker.unexplained_tokens = self.now, round(queued_s * 1000)
+            worker.changed()
+        self.roles.look(self.workers, self.now)
+        return len(self.roles._sides(self.workers)[0])
+
+
+class TestBothShort:
+    @pytest.mark.parametrize(("homes", "prefill"), [((4, 4), 5), ((8, 8), 10), ((12, 4), 12), ((2, 6), 5)])
+    @pytest.mark.parametrize("answers", [0.0, 3.0])
+    def test_so_many_prefill_as_decode_can_follow_and_nobody_leaves_home_in_prefill_for_it(
+            self, homes: tuple[int, int], prefill: int, answers: float) -> None:
+        overload = Overload(homes)
+        counts = [overload.step(load=2.0 * sum(homes), answers=answers) for _ in range(200)]
+        assert set(counts[10:]) == {prefill}  # what arrives is known by then
+
+    def test_decode_takes_from_home_no_more_than_the_balance_leaves(self) -> None:
+        overload = Overload((12, 4))
+        counts = [overload.step(load=32.0, answers=11.0) for _ in range(100)]
+        assert counts[10:] == sorted(counts[10:], reverse=True) and counts[-1] == 10
+
+    @pytest.mark.parametrize("homes", [(4, 4), (8, 8), (3, 8)])
+    def test_a_load_that_varies_by_a_fifth_moves_nobody(self, homes: tuple[int, int]) -> None:
+        overload, chance = Overload(homes), random.Random(5)
+        counts = [overload.step(load=2.0 * sum(homes) * chance.uniform(0.8, 1.2),
+                                ratio=0.45 * chance.uniform(0.8, 1.2), answers=sum(homes) * chance.uniform(0, 0.5),
+                                queued_s=chance.uniform(5, 40)) for _ in range(600)]
+        assert len(set(counts[10:])) == 1
+
+    def test_who_has_no_room_for_what_was_prefilled_calls_one_beyond_it(self) -> None:
+        overload = Overload((4, 4))
+        assert [overload.step(load=16.0) for _ in range(10)][-1] == 5
+        assert overload.roles.call_decode(overload.workers, overload.now)
+        assert {overload.step(load=16.0) for _ in range(80)} == {4}
+        assert [overload.step(load=16.0) for _ in range(20)][-1] == 5
+
+    def test_where_prompts_merely_press_they_get_whom_they_need(self) -> None:
+        overload = Overload((4, 4))
+        counts = [overload.step(load=4.0, ratio=0.05, answers=0.5, queued_s=0.5) for _ in range(30)]
+        assert counts[-1] == 7
+
+    def test_it_ends_a_while_after_the_shortage(self) -> None:
+        overload = Overload((4, 4), rules=Rules(window_s=20.0, rate_s=5.0, first_s=0.0))
+        assert [overload.step(load=16.0) for _ in range(30)][-1] == 5
+        counts = [overload.step(load=3.0, queued_s=0.0) for _ in range(60)]
+        assert counts[:20] == [5] * 20 and counts[-1] == 7
+
+    @settings(max_examples=50)
+    @given(homes=st.tuples(st.integers(1, 6), st.integers(1, 6)), steps=st.lists(st.tuples(
+        st.integers(0, 40), st.sampled_from([0.0, 0.05, 0.4, 1.0, 20.0]), st.floats(0, 12), st.floats(0, 60)),
+        min_size=1, max_size=30))
+    def test_both_roles_are_always_taken_and_who_saw_the_same_agrees(
+            self, homes: tuple[int, int], steps: list[tuple[int, float, float, float]]) -> None:
+        first, second = Overload(homes), Overload(homes)
+        random.Random(1).shuffle(second.workers)
+        for arriving, ratio, answers, queued_s in steps:
+            answers = min(answers, sum(homes) - 0.1)
+            seen = [one.step(load=float(arriving), ratio=ratio, answers=answers, queued_s=queued_s)
+                    for one in (first, second)]
+            assert seen[0] == seen[1] and 1 <= seen[0] <= sum(homes) - 1
+            assert [names(side) for side in first.roles.split(first.workers)] == [
+                names(side) for side in second.roles.split(second.workers)]
+
+    def test_advice_is_the_balance(self) -> None:
+        workers = [
+            *(fixed(f"p{i}", "prefill") for i in range(4)), *(fixed(f"d{i}", "decode") for i in range(12))]
+        overload = Overload((4, 12))
+        overload.workers, roles = workers, overload.roles
+        assert {overload.step(load=32.0) for _ in range(20)} == {4}
+        advice = roles.advice(workers, overload.now)
+        assert advice.is_short and advice.is_wrong
+        assert (advice.best_prefill, advice.best_decode) == (10, 6)
+        at_best = Overload((10, 6))
+        assert [at_best.step(load=32.0) for _ in range(20)][-1] == 10
+        advice = at_best.roles.advice(at_best.workers, at_best.now)
+        assert advice.is_short and not advice.is_wrong and (advice.best_prefill, advice.best_decode) == (10, 6)
+
+
 def pair(worker: str, role: Literal["prefill", "decode"], **fields: Any) -> Hello:
     return msgspec.structs.replace(hello(worker, role, **fields), elastic=True)
 
@@ -350,6 +493,17 @@ class TestMachine:
         plays[1] >> Placed(placement=msgspec.structs.replace(reply.message, conductor=ConductorId("c3")), num_tokens=64,
                            max_tokens=1, keys=b"", tbt_slo_s=math.nan)
         assert limit_s(plays[0]) == pytest.approx(limit_s(plays[1]), rel=0.01) and limit_s(plays[0]) > before_s
+
+    def test_replicas_expect_the_same_answers_to_what_was_placed(self) -> None:
+        plays = [stage(pair("p1", "prefill"), pair("d1", "decode"), machine=Conductor(
+            ConductorId(name), Names(), Policy(), seed=1)) for name in ("c1", "c2")]
+        plays[0] >> ask("r", chain("prompt", 4), max_tokens=50)
+        reply, published = plays[0].take()
+        assert isinstance(reply.message, Placement)
+        plays[1] >> published.message
+        needs = [machine_of(play)._roles[SPEC.digest].need(
+            list(machine_of(play)._cluster.workers.values()), play.now).answers for play in plays]
+        assert needs[0] == pytest.approx(needs[1]) and needs[0] > 0
 
     def test_where_nobody_can_be_called_a_rejection_is_decided_once(self) -> None:
         play = stage(pair("p1", "prefill"), pair("d1", "decode", capacity_blocks=100))
