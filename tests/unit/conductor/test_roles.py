@@ -17,7 +17,7 @@ from services.conductor.core.machine import Conductor
 from services.conductor.core.policies.registry import make_policy
 from services.conductor.core.policy import Policy
 from services.conductor.core.roles import Roles, Rules, balanced, in_line
-from shared.ids import ConductorId, RequestId, WorkerId
+from shared.ids import ConductorId, RequestId, SpecDigest, WorkerId
 from shared.messages import Hello, Placed, Placement, Rejection
 from tests.support.playbook import Playbook, after
 from tests.unit.conductor.builders import (
@@ -583,9 +583,14 @@ class TestMachine:
         for spec in (SPEC, OTHER_SPEC):
             play >> ask(f"r {spec.model}", [], tokens=500, spec=spec.digest, model=spec.model)
             play.take()
-        machine, looked = machine_of(play), []
+        machine, looked = machine_of(play), list[SpecDigest]()
         takers = machine._takers
-        monkeypatch.setattr(machine, "_takers", lambda spec: looked.append(spec) or takers(spec))
+
+        def counted(spec: SpecDigest) -> list[Worker]:
+            looked.append(spec)
+            return takers(spec)
+
+        monkeypatch.setattr(machine, "_takers", counted)
         told = machine.told_advice(play.now)
         assert sorted((one.spec, one.model) for one in told) == sorted(
             (spec.digest, spec.model) for spec in (SPEC, OTHER_SPEC))
