@@ -76,6 +76,7 @@ def sections(settings: Settings) -> Iterator[tuple[str, Iterator[Finding]]]:
 def _stack(settings: Settings, running: StackState | None) -> Iterator[Finding]:
     yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
     yield from _packages()
+    yield doctor_conductor.compiled()
     if running is not None:
         yield Finding("ok", "stack", f"runs in {settings.data_path()} (pid {running.pid}), {running.gateway_url}")
     else:

@@ -1,4 +1,5 @@
-"""``moonbus doctor`` on what a running conductor sees: its index, its estimates, the roles of its workers."""
+"""``moonbus doctor`` on conductors: their compiled part, and what a running one sees: its index, its estimates, the
+roles of its workers."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import cast
 from services.cli.advise import verdict
 from services.cli.find import ask
 from services.cli.findings import Finding
+from services.conductor.core import native
 from shared.bus.subjects import WORKERS
 from shared.errors import MoonbusError
 from shared.messages import IndexState, WorkersQuery, WorkersReply
@@ -19,6 +21,14 @@ FAR_OFF = 0.5
 _NEARLY_FULL = 0.9
 _MOST_NAMED = 6
 """Workers named on a line."""
+
+
+def compiled() -> Finding:
+    """Whether a conductor started here would decide at full speed."""
+    if native.WHY_NOT:
+        return Finding("absent", "compiled conductor", f"{native.WHY_NOT}; the same decisions take twice as long",
+                       "with a C compiler at hand, install moonbus again")
+    return Finding("ok", "compiled conductor", "in use")
 
 
 def examine_conductor(common: CommonSettings) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from services.cli import doctor_conductor
 from services.cli.advise import report
 from services.cli.findings import Finding
 from services.cli.output import console
+from services.conductor.core import native
 from shared.ids import SpecDigest
 from shared.messages import IndexState, RoleAdvice, WorkersReply, WorkerState
 from tests.unit.conductor.builders import hello
@@ -69,6 +70,14 @@ def test_the_doctor_finds_nothing_wrong() -> None:
     assert {finding.verdict for finding in found.values()} == {"ok"}
     assert found["estimates"].found == "off by 11% at most lately"
     assert judged()["estimates"].verdict == "ok", "a conductor that has seen nothing yet"
+
+
+def test_the_doctor_says_whether_decisions_are_at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "WHY_NOT", "")
+    assert doctor_conductor.compiled().verdict == "ok"
+    monkeypatch.setattr(native, "WHY_NOT", "it was not compiled")
+    found = doctor_conductor.compiled()
+    assert found.verdict == "absent" and found.found.startswith("it was not compiled") and "install" in found.advice
 
 
 def test_the_doctor_says_who_is_away_from_home() -> None:
