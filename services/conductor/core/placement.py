@@ -283,7 +283,8 @@ class Placer:
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
         reasons.decode = [one.candidate() for one in decode]
-        spare_s = 0.0 if ttft_slo_s is None else ttft_slo_s - prefill.ttft_s - DOUBT * prefill.queue_s
+        spare_s = (self._policy.max_queue_s - prefill.queue_s - ask.waited_s if ttft_slo_s is None
+                   else ttft_slo_s - prefill.ttft_s - DOUBT * prefill.queue_s)
         if not decode:
             return reasons.no_room(usable.decode, self._policy.max_queue_s, candidates, spare_s=spare_s)
         if ttft_slo_s is not None and spare_s < 0:

@@ -32,13 +32,13 @@ while the answers that run are only those to prompts that are through; whom deco
 queue of prompts to end first. Both roles count as short while, of ``N`` workers,
 ``(λ + B / backlog) / full + A > N``, and for a while after. ``A`` are those that answers to the prompts that arrive
 will keep busy, by the lengths that are usual for these. ``P`` workers prefill ``P / λ`` of what arrives, so most is
-served to its end where::
+served to its end by the whole number ``P`` that comes nearest to::
 
-    P + D + spare · √D = N,  D = P · A / λ
+    P + max(D + spare · √D, M) = N,  D = P · computing of A / λ,  M = P · memory of A / λ
 
-The root is for answers that come in crowds (square-root staffing: Halfin and Whitt, Operations Research 29, 1981). This
-*balance* hangs on what arrives, not on how much, so it is steady while all else overflows. Then no more prefill than it
-says, or than are at home there; and decode leaves it so many, unless it has no room for what was prefilled.
+The root is for answers that come in crowds (square-root staffing: Halfin and Whitt, Operations Research 29, 1981); who
+finds no room merely waits, so memory needs none. This *balance* hangs on what arrives, not on how much, so it is steady
+while all else overflows. Then no more prefill than it says, or than are at home there; and decode leaves it so many.
 
 Conductors that are replicas hear of the same placements, bounds and heartbeats. They may still disagree for as long as
 a need is remembered: on what one heard and another did not (it came later, or a message was lost), and on whom one
@@ -57,6 +57,7 @@ first answers when few prompts are left.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class Rules:
     """A need must be so much below one worker less before that one goes home."""
     look_s: float = 1.0
     """Pause between two looks."""
-    spare: float = 0.4
+    spare: float = 0.45
     """Where both roles are short, decode has so many times the root of the workers that it needs on average besides."""
     first_s: float = 30.0
     first_tokens: float = 512.0
@@ -136,6 +137,8 @@ class Need:
     """Decode workers needed."""
     answers: float
     """Decode workers that answers to the prompts that arrive will need on average, if all of these are prefilled."""
+    answers_memory: float
+    """The same, whose memory they need."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,8 @@ class _Rate:
         return self.work_s * math.exp((self.at_s - now) / self.over_s) / seen_s
 
 
+_NEARLY = 0.95
+"""A balance by which this share of what is possible is served is left as it is."""
 _FIRST_S = 5.0
 """The first work is taken to be that of so many seconds."""
 
@@ -230,8 +235,6 @@ class Roles:
         self._step_rate, self._context_rate = _Rate(rules.rate_s, now), _Rate(rules.rate_s, now)
         self._prefill = _Peak(rules.window_s, rules.slack, 0.0)
         self._decode = _Peak(rules.window_s, rules.slack, rules.smooth_s)
-        #: of these, those whose memory is needed
-        self._room = _Peak(rules.window_s, rules.slack, 0.0)
         self.version = 0
         """Counts changes of what :meth:`split` answers for the same workers."""
         self._look_s = -math.inf
@@ -299,7 +302,8 @@ class Roles:
             step_limit_s=limit_s, batch=batch, context_tokens=context_tokens, memory=memory,
             prefill=prefill_rate / rules.utilisation + queued_s / rules.horizon_s,
             decode=max(decode_rate / (1.0 - step_s / limit_s), memory / rules.fill),
-            answers=max(answers_s / (1.0 - step_s / limit_s), context_rate * limit_s / max(room, 1.0) / rules.fill))
+            answers=answers_s / (1.0 - step_s / limit_s),
+            answers_memory=context_rate * limit_s / max(room, 1.0) / rules.fill)
 
     def _step_limit(self, lone_s: float, short_share: float) -> float:
         """A request joins at the next step boundary, after up to a step. A short answer that waits longer than the
@@ -321,7 +325,6 @@ class Roles:
         self._need = need = self.need(workers, now)
         self._prefill.take(need.prefill, now)
         self._decode.take(need.decode, now, least=need.memory / self._rules.fill)
-        self._room.take(need.memory / self._rules.fill, now)
         self._balance(need, len(workers), now)
         # whom decode lets go is only wanted if prompts press now, not if they did a while ago
         self._most = max(self._count(workers), math.ceil(need.prefill))
@@ -344,7 +347,6 @@ class Roles:
         if any(worker.burden.behind_s > self._rules.queue_s for worker in decode):
             return False
         self._decode.raise_to(len(decode) + 1.0, now)
-        self._room.raise_to(len(decode) + 1.0, now)
         if self._count(workers) >= len(prefill):
             return False
         last = prefill[-1].hello.role  # who is not at home goes home before others leave theirs
@@ -367,8 +369,9 @@ class Roles:
         decode = len(workers) - prefill
         wanted = self._prefill.workers, self._decode.workers
         if self._is_short:
-            is_wrong = prefill < self._balanced or (prefill > self._balanced and wanted[1] > decode)
-            best = self._balanced if is_wrong else prefill
+            balance = min(self._balanced, len(workers) - 1)
+            is_wrong = prefill < balance or (prefill > balance and wanted[1] > decode)
+            best = balance if is_wrong else prefill
         else:
             is_wrong = ((wanted[0] > prefill and wanted[1] < decode) or (wanted[1] > decode and wanted[0] < prefill))
             best = round(len(workers) * wanted[0] / sum(wanted)) if is_wrong else prefill
@@ -386,13 +389,12 @@ class Roles:
         """Whether both roles are short of these ``count`` workers, and how many should prefill then."""
         rules = self._rules
         arriving = need.prefill_rate + need.queued_s / rules.backlog_s
-        if arriving / rules.full + need.answers > count:
+        if arriving / rules.full + max(need.answers, need.answers_memory) > count:
             self._short_until_s = now + rules.window_s
         self._is_short = now < self._short_until_s
-        if need.prefill_rate > 0.0:
-            balance = balanced(count, need.answers / need.prefill_rate, rules.spare)
-            if not self._balanced - rules.slack <= balance < self._balanced + 1 + rules.slack:
-                self._balanced = math.floor(balance)
+        if (rate := need.prefill_rate) > 0.0:
+            self._balanced = balanced(count, need.answers / rate, need.answers_memory / rate, rules.spare,
+                                      self._balanced)
 
     def _count(self, workers: Sequence[Worker]) -> int:
         """How many of them prefill: at least one, and not all, where that can be."""
@@ -401,18 +403,29 @@ class Roles:
         most = sum(worker.does("prefill") for worker in workers)
         wanted = min(max(home, min(self._prefill.workers, self._most)), len(workers) - self._decode.workers)
         if self._is_short:
-            left = min(self._balanced, len(workers) - self._room.workers)
-            wanted = max(min(wanted, max(self._balanced, home)), left)
+            wanted = max(min(wanted, max(self._balanced, home)), self._balanced)
         return max(min(max(wanted, 1), most, len(workers) - 1), least)
 
 
-def balanced(count: int, ratio: float, spare: float) -> float:
-    """Of ``count`` workers, how many should prefill for most of the load to be served, where it takes ``ratio`` workers
-    to decode what one prefills, and ``spare`` times the root of their number besides: the solution of
-    ``P + ratio·P + spare·√(ratio·P) = count``."""
-    linear = spare * math.sqrt(ratio)
-    root = (math.sqrt(linear * linear + 4.0 * (1.0 + ratio) * count) - linear) / (2.0 * (1.0 + ratio))
-    return root * root
+def balanced(count: int, computing: float, memory: float, spare: float, before: int = 0) -> int:
+    """Of ``count`` workers, how many should prefill for most of the load to be served.
+
+    For each that prefills, decode needs ``computing`` workers, and ``spare`` times the root of their number besides;
+    or as many as ``memory``, without any to spare: who has no room waits, and nobody's tokens are slower for it. The
+    answer to the last such question, ``before``, stays where it serves nearly as much.
+    """
+    def fed(prefill: int) -> float:
+        """So many prefill workers the others can decode for."""
+        decode = count - prefill
+        root = (math.sqrt(spare * spare + 4.0 * decode) - spare) / 2.0  # of x in x + spare·√x = decode
+        return min(root * root / max(computing, 1e-9), decode / max(memory, 1e-9))
+
+    def served(prefill: int) -> float:
+        return min(float(prefill), fed(prefill))
+
+    fits = bisect_left(range(1, count), True, key=lambda prefill: fed(prefill) < prefill)
+    best = max(max(fits, 1), min(fits + 1, count - 1), key=served)
+    return before if 0 < before < count and served(before) >= _NEARLY * served(best) else best
 
 
 def in_line(workers: Sequence[Worker], called: Sequence[WorkerId] = ()) -> list[Worker]:

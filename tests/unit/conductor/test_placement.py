@@ -232,7 +232,8 @@ class TestRejections:
         assert waits.wait_s == waits.retry_after_s == pytest.approx(20 * step_s)
         assert waits.spare_s == pytest.approx(5.0 - 1.01)
         assert rejected(play, ttft_slo_s=1.5).wait_s == 0.0, "1.01 s of computing and 0.62 s are too much"
-        assert rejected(play).wait_s == 0.0, "without a bound it is told at once"
+        assert rejected(play).spare_s == 30.0, "without a bound, as long as for computing"
+        assert rejected(play, waited_s=29.9).wait_s == 0.0
         assert rejected(play, tokens=2000, ttft_slo_s=50.0).wait_s == 0.0, "there never is as much room"
 
     def test_what_was_waited_is_taken_off_the_bound_of_the_settings(self) -> None:

@@ -102,7 +102,8 @@ class TestNeed:
         long = Roles(tbt_slo_s=0.2, now=0.0)
         for tenth in range(6000):
             long.asked(0.3, tenth / 10, num_tokens=59_995, answer_tokens=10.0)
-        assert long.need(workers, 600.0).answers == pytest.approx(10 * 10 * 60_000 * 0.13 / 64_000 / 0.8, rel=0.02)
+        held = long.need(workers, 600.0).answers_memory
+        assert held == pytest.approx(10 * 10 * 60_000 * 0.13 / 64_000 / 0.8, rel=0.02)
 
     @pytest.mark.parametrize("answer_tokens", [-3.0, 0.0])
     def test_prompts_without_an_answer_need_nobody_to_decode(self, answer_tokens: float) -> None:
@@ -183,21 +184,37 @@ class TestLine:
 
 
 class TestBalance:
-    def test_by_hand(self) -> None:
-        assert balanced(16, 0.0, 1.5) == pytest.approx(16)
-        assert balanced(9, 0.25, 0.0) == pytest.approx(7.2)
-        assert balanced(8, 0.25, 3.0) == pytest.approx(4.0)  # 4 prefill, 1 is needed to decode, 3 are to spare
-        assert balanced(8, 1.0, 2.0) == pytest.approx(((math.sqrt(17) - 1) / 2) ** 2)
+    @pytest.mark.parametrize(("count", "computing", "memory", "spare", "prefill"), [
+        (16, 0.0, 0.0, 1.5, 15),
+        (9, 0.25, 0.0, 0.0, 7),  # 7.2 would be just right; eight prefill workers are more than the ninth can follow
+        (4, 0.3, 0.0, 0.0, 3),  # the fourth can follow 3.3
+        (4, 0.3, 0.0, 1.0, 2),  # it has 0.38 left after what it has to spare: for 1.3, and two decode for more than two
+        (4, 0.0, 0.45, 1.0, 3),  # room for the answers to 2.2 is better than two who prefill
+        (4, 0.0, 0.55, 1.0, 2),
+        (8, 0.25, 0.0, 3.0, 4),  # 4 prefill, 1 is needed to decode, 3 are to spare
+    ])
+    def test_by_hand(self, count: int, computing: float, memory: float, spare: float, prefill: int) -> None:
+        assert balanced(count, computing, memory, spare) == prefill
 
-    @given(count=st.integers(1, 2000), ratio=st.floats(0, 1e4), spare=st.floats(0, 10), more=st.floats(0, 10))
-    def test_all_are_used_and_the_more_decode_needs_the_fewer_prefill(
-            self, count: int, ratio: float, spare: float, more: float) -> None:
-        prefill = balanced(count, ratio, spare)
-        decode = ratio * prefill
-        assert 0.0 < prefill <= count * (1 + 1e-9)
-        assert prefill + decode + spare * math.sqrt(decode) == pytest.approx(count)
-        assert balanced(count, ratio + more, spare) <= prefill * (1 + 1e-9)
-        assert balanced(count, ratio, spare + more) <= prefill * (1 + 1e-9)
+    def test_it_stays_where_little_would_be_gained(self) -> None:
+        assert balanced(16, 0.5, 0.0, 0.0) == 11 and balanced(16, 0.5, 0.0, 0.0, before=10) == 10
+        assert balanced(16, 0.5, 0.0, 0.0, before=12) == 11 and balanced(8, 0.5, 0.0, 0.0, before=10) == 5
+
+    @given(count=st.integers(2, 300), computing=st.floats(0, 1e4), memory=st.floats(0, 1e4), spare=st.floats(0, 10),
+           more=st.floats(0, 10), before=st.integers(0, 400))
+    def test_none_serves_more_and_the_more_decode_needs_the_fewer_prefill(
+            self, count: int, computing: float, memory: float, spare: float, more: float, before: int) -> None:
+        def served(prefill: int) -> float:
+            own = (math.sqrt(spare * spare + 4 * (count - prefill)) - spare) ** 2 / 4
+            return min(prefill, own / max(computing, 1e-9), (count - prefill) / max(memory, 1e-9))
+
+        prefill = balanced(count, computing, memory, spare)
+        most = max(served(other) for other in range(1, count))
+        assert 1 <= prefill < count and served(prefill) == pytest.approx(most)
+        assert served(balanced(count, computing, memory, spare, before)) >= 0.95 * most * (1 - 1e-9)
+        assert balanced(count, computing + more, memory, spare) <= prefill
+        assert balanced(count, computing, memory + more, spare) <= prefill
+        assert balanced(count, computing, memory, spare + more) <= prefill
 
 
 def queue(worker: Worker, seconds: float) -> None:
@@ -370,12 +387,11 @@ class TestBothShort:
                                 queued_s=chance.uniform(5, 40)) for _ in range(600)]
         assert len(set(counts[10:])) == 1
 
-    def test_who_has_no_room_for_what_was_prefilled_calls_one_beyond_it(self) -> None:
+    def test_who_finds_no_room_waits_for_it(self) -> None:
         overload = Overload((4, 4))
         assert [overload.step(load=16.0) for _ in range(10)][-1] == 5
-        assert overload.roles.call_decode(overload.workers, overload.now)
-        assert {overload.step(load=16.0) for _ in range(80)} == {4}
-        assert [overload.step(load=16.0) for _ in range(20)][-1] == 5
+        assert not overload.roles.call_decode(overload.workers, overload.now)
+        assert {overload.step(load=16.0) for _ in range(80)} == {5}
 
     def test_where_prompts_merely_press_they_get_whom_they_need(self) -> None:
         overload = Overload((4, 4))
