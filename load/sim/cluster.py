@@ -276,13 +276,14 @@ class Cluster:
 
     def place(self, job: Job) -> None:
         """Asks a conductor where ``job`` shall run."""
-        objective = self.outcomes.objective
+        objective, waited_s = self.outcomes.objective, self.loop.now - job.to_place_s
+        bound_s = objective.ttft_bound_s(job.num_tokens, self._profile) if self.options.asks_slo else None
         ask = PlaceRequest(
             request=job.request, model=self._spec.model, spec=self._digest, tenant="", num_tokens=job.num_tokens,
             keys=b"".join(job.keys), max_tokens=max(job.output_tokens, 1), attempt=job.attempt,
             exclude=[WorkerId(name) for name in job.excluded],
-            ttft_slo_s=objective.ttft_bound_s(job.num_tokens, self._profile) if self.options.asks_slo else None,
-            tbt_slo_s=objective.tbt_s if self.options.asks_slo else None, waited_s=self.loop.now - job.to_place_s)
+            ttft_slo_s=None if bound_s is None else bound_s - waited_s,
+            tbt_slo_s=objective.tbt_s if self.options.asks_slo else None, waited_s=waited_s)
         driver = self.drivers[self._asked % len(self.drivers)]
         self._asked += 1
         self.loop.after(self._delay_s, driver.ask, ask, lambda answer: self._placed(job, answer))

@@ -43,12 +43,13 @@ class PlaceRequest(Message, frozen=True):
     exclude: list[WorkerId] = []
     """Workers that must not get it: failed before, or excluded by the client."""
     ttft_slo_s: float | None = None
-    """Bound on the first token, from the moment on when this attempt was to be placed first."""
+    """What is left of the request's own bound on the first token; 0 or less once that has passed."""
     tbt_slo_s: float | None = None
     head_start_s: float = 0.0
     """Where prompts queue, it counts as having come so much earlier; below 0: later."""
     waited_s: float = 0.0
-    """How long ago that moment was: to be taken off the bound on the first token, be it the request's or another."""
+    """How long this attempt has been held since it was to be placed first: taken off ``ttft_slo_s`` already, and to be
+    taken off any other bound on the first token."""
 
 
 class Source(Part, frozen=True):

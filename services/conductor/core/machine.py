@@ -613,7 +613,8 @@ def _wrong(ask: PlaceRequest) -> str:
         return f"a head start of {ask.head_start_s} seconds"
     if not 0 <= ask.waited_s < math.inf:
         return f"a wait of {ask.waited_s} seconds"
-    slos_s = [slo_s for slo_s in (ask.ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
+    ttft_slo_s = None if ask.ttft_slo_s is None else ask.ttft_slo_s + ask.waited_s  # it may have passed by now
+    slos_s = [slo_s for slo_s in (ttft_slo_s, ask.tbt_slo_s) if slo_s is not None]
     return "" if all(math.isfinite(slo_s) and slo_s > 0 for slo_s in slos_s) else f"service levels of {slos_s} seconds"
 
 

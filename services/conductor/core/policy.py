@@ -64,9 +64,11 @@ class Policy:
     def ttft_asked_s(self, ask: PlaceRequest) -> float | None:
         """Within how many seconds after it was to be placed first ``ask`` must have its first token: what it says
         itself, else ``ttft_slo_s``; ``None`` for no limit."""
-        return ask.ttft_slo_s or self.ttft_slo_s
+        return self.ttft_slo_s if ask.ttft_slo_s is None else ask.ttft_slo_s + ask.waited_s
 
     def ttft_left_s(self, ask: PlaceRequest) -> float | None:
-        """The same from now on: what it has waited is taken off."""
-        asked_s = self.ttft_asked_s(ask)
-        return None if asked_s is None else max(asked_s - ask.waited_s, _LEAST_S)
+        """The same from now on: what it has waited is taken off. Above 0, also where the bound has passed."""
+        left_s = ask.ttft_slo_s
+        if left_s is None and self.ttft_slo_s is not None:
+            left_s = self.ttft_slo_s - ask.waited_s
+        return None if left_s is None else max(left_s, _LEAST_S)

@@ -357,12 +357,12 @@ class RequestMachine:
     def _ask_conductor(self, now: float) -> list[Effect]:
         self._ask_again_s, self._asked_s = None, now
         self._place_tries += 1
-        job = self.job
+        job, waited_s = self.job, now - self._attempt_s
         message = PlaceRequest(
             request=job.request, model=job.model, spec=job.spec, tenant=job.tenant, num_tokens=job.num_tokens,
             keys=job.keys, max_tokens=job.sampling.max_tokens, attempt=self.attempt, exclude=list(self._excluded),
-            ttft_slo_s=job.ttft_slo_s, tbt_slo_s=job.tbt_slo_s, head_start_s=job.head_start_s,
-            waited_s=now - self._attempt_s)
+            ttft_slo_s=None if job.ttft_slo_s is None else job.ttft_slo_s - waited_s, tbt_slo_s=job.tbt_slo_s,
+            head_start_s=job.head_start_s, waited_s=waited_s)
         timeout_s = max(0.05, min(self.limits.place_try_s, self._place_until_s - now, self._deadline_s - now))
         return [AskConductor(message, self._tag("place"), timeout_s)]
 

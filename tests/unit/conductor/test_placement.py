@@ -241,7 +241,8 @@ class TestRejections:
         answer(play, ask("before", [], tokens=1000, max_tokens=20))
         play >> progress("before", "p1", "prefilled") >> load("d1", role="decode", free_blocks=10, running=1)
         assert rejected(play, waited_s=1.0).spare_s == pytest.approx(4.0 - 1.01)
-        assert rejected(play, waited_s=1.0, ttft_slo_s=6.0).spare_s == pytest.approx(5.0 - 1.01), "its own comes first"
+        own = rejected(play, waited_s=1.0, ttft_slo_s=6.0)
+        assert own.spare_s == pytest.approx(6.0 - 1.01), "its own comes first, and is what is left"
         assert rejected(play, waited_s=4.0).wait_s == 0.0
         assert "a wait of nan seconds" in rejected(play, waited_s=float("nan")).message
 
@@ -269,11 +270,25 @@ class TestRejections:
         machine = Conductor(ConductorId("c"), Names(), Policy(**settings), seed=1, placer=None if placer == "ours" else
                             make_policy("mooncake_a1", "slo", ConductorId("c"), Policy(**settings), seed=1))
         play = stage(hello("p1"), hello("d1", "decode"), machine=machine)
-        rejection = rejected(play, waited_s=waited_s, ttft_slo_s=None if of_settings else 2.0)
+        rejection = rejected(play, waited_s=waited_s, ttft_slo_s=None if of_settings else 2.0 - waited_s)
         assert rejection.message == (f"the first token is predicted after {waited_s + 1.01:.2f} s ({waited_s:.2f} s "
                                      "waited already, 1.01 s from now), asked are 2.00 s")
         assert rejection.late_s == pytest.approx(waited_s + 1.01 - 2.0)
         assert rejection.retry_after_s == 0.2, "asked anew it would be in time"
+
+    @pytest.mark.parametrize(("left_s", "late_s"), [(2.0, None), (0.001, 1.009), (0.0, 1.01), (-0.5, 1.51)])
+    def test_what_is_left_of_a_request_s_own_bound_is_not_made_less(self, left_s: float, late_s: float | None) -> None:
+        """It waited for 1.5 s, and its prompt takes 1.01 s. A bound of the settings that it would meet says nothing."""
+        play = stage(hello("p1"), hello("d1", "decode"), ttft_slo_s=30.0)
+        said = answer(play, ask("r", [], tokens=1000, waited_s=1.5, ttft_slo_s=left_s))
+        if late_s is None:
+            assert isinstance(said, Placement)
+            (placed,) = [effect.message for effect in play.story if isinstance(effect, Publish)
+                         and isinstance(effect.message, Placed)]
+            assert placed.ttft_slo_s == 2.0
+        else:
+            assert isinstance(said, Rejection) and said.code == "ttft" and said.late_s == pytest.approx(late_s)
+            assert f"asked are {'1.50 s' if left_s >= 0 else '1.00 s'}" in said.message
 
     def test_short_bounds_are_told_with_digits(self) -> None:
         play = stage(hello("p1"), hello("d1", "decode"))
@@ -303,6 +318,7 @@ class TestRejections:
 
     @pytest.mark.parametrize(
         "wrong", [{"tokens": 0}, {"max_tokens": -1}, {"ttft_slo_s": float("nan")}, {"tbt_slo_s": -1.0},
+                  {"ttft_slo_s": 0.0}, {"ttft_slo_s": -2.0, "waited_s": 2.0},
                   {"head_start_s": float("inf")}])
     def test_what_cannot_be_true(self, wrong: dict[str, Any]) -> None:
         assert "cannot be true" in rejected(two_and_one(), **wrong).message

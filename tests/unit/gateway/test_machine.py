@@ -194,9 +194,9 @@ def test_who_can_wait_for_room_and_be_in_time_waits() -> None:
     script = at_place(ttft_slo_s=10.0)
     full = Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=2, wait_s=2)
     script.reply(full).done()
-    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=10.0, waited_s=2.0)
+    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=8.0, waited_s=2.0)
     script.reply(full).done()
-    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=10.0, waited_s=4.0)
+    script >> after(2.0) << asks_place(attempt=0, ttft_slo_s=6.0, waited_s=4.0)
     script.reply(Rejection(request=REQUEST, code="capacity", message="m", retry_after_s=9)) \
         << cancelled() << ends("rejected", "capacity", 429)
     made = script.machine
@@ -206,7 +206,7 @@ def test_who_can_wait_for_room_and_be_in_time_waits() -> None:
 @pytest.mark.parametrize("slo_s", [5.0, None])
 @pytest.mark.parametrize("attempts", [0, 1])
 def test_no_attempt_waits_longer_than_the_bound(slo_s: float | None, attempts: int) -> None:
-    """It has no bound of its own: the conductor's, 5 s, less what it has waited."""
+    """Its own, of which it sends what is left, or the conductor's, 5 s, less what it has waited."""
     made, now, asked = machine(ttft_slo_s=slo_s), 0.0, 0
     effects = made.handle(Started(), now=now)
     while made.state != "done":
@@ -217,7 +217,7 @@ def test_no_attempt_waits_longer_than_the_bound(slo_s: float | None, attempts: i
                 made.handle(Answered(question.tag, placement(attempt=made.attempt)), now=now)
                 effects = made.handle(Answered(Tag("reserve", made.attempt, 2), refused("capacity")), now=now)
                 break
-            spare_s = (5.0 if ask.ttft_slo_s is None else ask.ttft_slo_s) - ask.waited_s - 0.1
+            spare_s = (5.0 - ask.waited_s if ask.ttft_slo_s is None else ask.ttft_slo_s) - 0.1
             waits = spare_s >= 0.2
             effects = made.handle(Answered(question.tag, Rejection(
                 request=REQUEST, code="capacity", message="m", retry_after_s=0.2, wait_s=0.2 if waits else 0.0,
@@ -274,6 +274,15 @@ def test_who_is_late_because_no_conductor_answered_is_told_so(late_s: float, cod
     if code == "no_conductor":
         told = script.story[-1].problem
         assert told.message == "no conductor answered for 0.50 s; now why" and told.headers()["retry-after"] == "1"
+
+
+def test_of_a_bound_that_passed_while_we_stood_still_less_than_nothing_is_left() -> None:
+    made = machine(ttft_slo_s=10.0)
+    (first,) = made.handle(Started(), now=0.0)
+    assert isinstance(first, AskConductor)
+    made.handle(Answered(first.tag, Rejection(
+        request=REQUEST, code="capacity", message="m", retry_after_s=2, wait_s=2)), now=0.0)
+    assert list(made.handle(Woke(), now=15.0)) == [asks_place(attempt=0, ttft_slo_s=-5.0, waited_s=15.0)]
 
 
 def test_another_attempt_may_be_late_of_its_own() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from load.sim.decode import Steps
 from load.sim.outcome import Objective
 from load.sim.request import Job
+from shared.messages import PlaceRequest
 from shared.order import FCFS, SRPT, Order, aged
 from tests.unit.sim.builders import PROFILE, job, quick, run
 
@@ -164,6 +167,21 @@ def test_a_request_waits_for_room_in_decode_while_it_would_be_in_time(bound_s: f
     assert cluster.outcomes.completed == completed and cluster.outcomes.rejected["capacity"] == 3 - completed
     assert all(one.first_s - one.at_s <= bound_s for one in jobs if one.first_s >= 0)
     assert all((one.waits > 1) == (completed == 3) for one in jobs[1:])
+
+
+def test_the_simulated_gateway_too_sends_what_is_left_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PlaceRequest] = []
+
+    def ask(**fields: Any) -> PlaceRequest:
+        asked.append(PlaceRequest(**fields))
+        return asked[-1]
+
+    monkeypatch.setattr("load.sim.cluster.PlaceRequest", ask)
+    run([job(0, 0.0, 100, output=100), job(1, 0.3, 900, output=50)], profile=quick(), policy="moonbus",
+        objective=Objective(ttft_s=8.0, tbt_s=1.0), admission="slo", asks_slo=True)
+    _, first, *again = asked
+    assert (first.ttft_slo_s, first.waited_s) == (8.0, 0.0) and again
+    assert all(one.waited_s > 0.0 and one.ttft_slo_s == 8.0 - one.waited_s for one in again)
 
 
 def test_the_profile_knows_its_own_inverse() -> None:
