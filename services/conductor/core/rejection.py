@@ -55,8 +55,9 @@ class Reasons:
             wait_s -= max_queue_s
         return self._rejection("capacity", message, wait_s, candidates, spare_s=spare_s)
 
-    def ttft(self, ttft_s: float, queue_s: float, candidates: list[Candidate]) -> Rejection:
-        """The first token would come ``ttft_s`` seconds from now, ``queue_s`` of them in a queue: too late."""
+    def ttft(self, ttft_s: float, queue_s: float, candidates: list[Candidate], *, doubt: float = DOUBT) -> Rejection:
+        """The first token would come ``ttft_s`` seconds from now, ``queue_s`` of them in a queue that by the rule which
+        turned it away may be longer by the share ``doubt``: too late."""
         asked_s, waited_s = self._policy.ttft_asked_s(self._ask) or 0.0, self._ask.waited_s
         alone_s, after_s = ttft_s - queue_s, waited_s + ttft_s
         parts = f" ({_said(waited_s)} waited already, {_said(ttft_s)} from now)" if waited_s else ""
@@ -65,9 +66,9 @@ class Reasons:
         if alone_s > asked_s:
             message = f"{message}; without a queue it would be {_said(alone_s)}"
             retry_after_s = queue_s
-        elif after_s <= asked_s:
-            message = f"{message}, and the queue of {_said(queue_s)} may be {DOUBT:.0%} longer than predicted"
-        late_s = max(after_s + DOUBT * queue_s - asked_s, 0.0)
+        elif doubt and after_s <= asked_s:
+            message = f"{message}, and the queue of {_said(queue_s)} may be {doubt:.0%} longer than predicted"
+        late_s = max(after_s + doubt * queue_s - asked_s, 0.0)
         return self._rejection("ttft", message, retry_after_s, candidates, late_s=late_s)
 
     def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate], *,

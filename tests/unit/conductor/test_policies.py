@@ -212,6 +212,23 @@ def test_slo_turns_away_what_the_pair_cannot_do() -> None:
     assert isinstance(scene.place("mooncake_a1", 640, admission="baseline", tbt_slo_s=0.01), Placement)
 
 
+@pytest.mark.parametrize("admission", ["slo", "baseline", "early", "early_prediction"])
+def test_who_had_waited_so_much_less_as_it_is_late_would_have_been_taken(admission: str) -> None:
+    """Behind a queue of 3 s it takes 4.01 s of the 4.5 s asked; the schemes of others take queues as predicted."""
+    scene = Scene()
+    for name in ("p1", "p2", "p3"):
+        scene.busy(name, 3000)
+
+    def answer(waited_s: float) -> Placement | Rejection:
+        return scene.place("mooncake_a1", 1000, admission=admission, ttft_slo_s=4.5 - waited_s, waited_s=waited_s)
+
+    late = answer(0.52)
+    assert isinstance(late, Rejection) and late.code == "ttft" and late.late_s == pytest.approx(0.03)
+    assert late.message.endswith("asked are 4.50 s")
+    assert isinstance(answer(0.52 - late.late_s + 0.001), Rejection)
+    assert isinstance(answer(0.52 - late.late_s - 0.001), Placement)
+
+
 @pytest.mark.parametrize("policy", PUBLISHED)
 @pytest.mark.parametrize("tbt_slo_s", [None, 0.01])
 def test_what_others_decide_says_whose_policy_it_was_and_what_decode_workers_there_were(

@@ -83,7 +83,7 @@ class Bounded(Admission):
         """By this request's own prediction."""
         bounds = Bounds.of(ask, policy)
         if bounds.ttft_s is not None and prediction.ttft_s > bounds.ttft_s:
-            return reasons.ttft(prediction.ttft_s, prediction.queue_s, candidates)
+            return reasons.ttft(prediction.ttft_s, prediction.queue_s, candidates, doubt=0.0)
         if self._checks_tbt and bounds.tbt_s is not None and prediction.tbt_s > bounds.tbt_s:
             return reasons.tbt(prediction.tbt_s, bounds.tbt_s, prediction.decode, candidates)
         return None
@@ -101,7 +101,7 @@ class EarlyRejection(Admission):
         """By the pools' loads."""
         bounds = Bounds.of(ask, policy)
         if bounds.ttft_s is not None and prediction.ttft_s > bounds.ttft_s:
-            return reasons.ttft(prediction.ttft_s, prediction.queue_s, candidates)
+            return reasons.ttft(prediction.ttft_s, prediction.queue_s, candidates, doubt=0.0)
         if bounds.tbt_s is not None:
             tbt_s = _mean([self.step_s(worker, prediction, now) for worker in usable.decode])
             if tbt_s > bounds.tbt_s:
