@@ -363,7 +363,8 @@ class RequestMachine:
             keys=job.keys, max_tokens=job.sampling.max_tokens, attempt=self.attempt, exclude=list(self._excluded),
             ttft_slo_s=None if job.ttft_slo_s is None else job.ttft_slo_s - waited_s, tbt_slo_s=job.tbt_slo_s,
             head_start_s=job.head_start_s, waited_s=waited_s)
-        timeout_s = max(0.05, min(self.limits.place_try_s, self._place_until_s - now, self._deadline_s - now))
+        until_s = min(self._place_until_s, self._deadline_s, self._late_s())
+        timeout_s = max(0.05, min(self.limits.place_try_s, until_s - now))
         return [AskConductor(message, self._tag("place"), timeout_s)]
 
     def _answered(self, message: object, now: float) -> list[Effect]:

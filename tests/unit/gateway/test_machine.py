@@ -261,6 +261,18 @@ def test_nobody_waits_for_conductors_beyond_its_bound() -> None:
     script.silence(gone=True) << cancelled() << ends("rejected", "no_conductor", 503)
 
 
+def test_a_conductor_that_hangs_is_not_waited_for_beyond_the_bound_either() -> None:
+    """Nobody hears that nothing comes before ``timeout_s`` is over."""
+    script = at_place(ttft_slo_s=0.2, place_try_s=2.0)
+    hung = script.story[-1]
+    assert isinstance(hung, AskConductor) and hung.timeout_s == pytest.approx(0.2)
+    (script >> after(hung.timeout_s)).silence() << cancelled() << ends("rejected", "no_conductor", 503)
+    assert "no conductor answered for 0.20 s" in script.story[-1].problem.message
+
+    script = at_place(ttft_slo_s=3.0, place_try_s=2.0)
+    (script >> after(2.0)).silence() >> after(0.1) << like(AskConductor, timeout_s=pytest.approx(0.9))
+
+
 @pytest.mark.parametrize(("late_s", "code", "status"), [(0.25, "no_conductor", 503), (0.75, "ttft", 429)])
 def test_who_is_late_because_no_conductor_answered_is_told_so(late_s: float, code: str, status: int) -> None:
     """The conductors are away for half a second; before it and after it room is waited for."""
