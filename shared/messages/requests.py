@@ -439,6 +439,6 @@ class RequestDone(Message, frozen=True):
     last_key: bytes = b""
     """Key of the prompt's last full block: its lineage is the prompt's."""
     decisions: list[Decision] = []
+    """One for each attempt that a conductor answered, in order; none when none of them did."""
     client_id: str = ""
     """What the client calls it, in its header ``x-request-id``; it need not be unique."""
-    """One for each attempt that a conductor answered, in order; none when none of them did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def test_sentences_under_fields_reach_the_page() -> None:
     page = docgen.wire()
     assert "| `num_tokens` | `int` | required | Prompt length. |" in page
     assert "`Literal['ttft', 'tbt', 'capacity', 'quota', 'no_worker']`" in page
+
+
+def test_no_field_has_the_sentence_of_another_one() -> None:
+    for path in (DOCS.parent / "shared" / "messages").glob("*.py"):
+        for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            is_text = [isinstance(one, ast.Expr) for one in kind.body]
+            twice = [kind.body[i].lineno for i in range(1, len(is_text)) if is_text[i - 1] and is_text[i]]
+            assert not twice, f"{kind.name} in {path.name}, lines {twice}"
 
 
 def test_settings_tell_variable_type_unit_and_default() -> None:
