@@ -192,8 +192,8 @@ async def requests(connection: AsyncConnection, query: RequestsQuery, *, now_s: 
 
 
 async def request(connection: AsyncConnection, request_id: str) -> RequestReply:
-    """The one request whose id, or whose answer's, starts with ``request_id``, or that its client calls exactly so.
-    Raises :class:`RequestNotFound`."""
+    """The one request whose id, or whose answer's, starts with ``request_id``, or that its client calls exactly so; the
+    latter where there is one of either, the former where clients call several so. Raises :class:`RequestNotFound`."""
     given = request_id.strip()
     start = given
     for kind in _ANSWER_IDS:
@@ -204,10 +204,10 @@ async def request(connection: AsyncConnection, request_id: str) -> RequestReply:
     exact = [row for row in rows if row.request == start]
     if not exact:
         called = (await connection.execute(sql.CLIENTS_REQUEST, {"client_id": given, "limit": _CALLED_ALIKE})).all()
-        if len(called) > 1:
+        if len(called) > 1 and len(rows) != 1:
             listed = ", ".join(row.request for row in called[:_CALLED_ALIKE - 1])
             raise RequestNotFound(f"{given} is what clients call several requests; the latest are {listed}")
-        exact = list(called)
+        exact = list(called) if len(called) == 1 else []
     if not rows and not exact:
         raise RequestNotFound(f"no request's id starts with {start}, and no client's is {given}; "
                               "moonbus kv requests lists the latest")

@@ -112,6 +112,8 @@ async def test_a_client_s_own_id_finds_what_only_it_is_called(answering: Catalog
     await answering.write([*EVENTS, taken], now_s=time.time())
     assert (await answering.request("req-of-old")).request.request == "req-of-old"
     assert (await answering.request("chatcmpl-checkout/7")).request.client_id == "chatcmpl-checkout/7"
+    await answering.write([done(f"req-{i}-by-two", client_id="req-pl") for i in range(2)], now_s=time.time())
+    assert (await answering.request("req-pl")).request.request == "req-placed", "what else would it be"
     for name, said in (("retried", "what clients call several requests; the latest are req-twice-"),
                        ("chatcmpl-checkout", "no client's is chatcmpl-checkout")):
         code, out, err = await moonbus(name)
