@@ -15,6 +15,8 @@ from shared.bus.subjects import WORKERS
 from shared.messages import RoleAdvice, WorkersQuery, WorkersReply
 from shared.units import format_seconds
 
+_HELD_S = 90.0
+"""For how long after the load was too much a conductor says so: ``Rules.window_s`` of ``conductor/core/roles.py``."""
 NOTHING = "nothing to advise on: no request was placed yet, or a model has one worker only"
 
 
@@ -47,8 +49,7 @@ def verdict(one: RoleAdvice) -> str:
                     f"this load better than {one.prefill} and {one.decode}; start some with the other role, or with "
                     "--elastic, and they change sides by themselves")
     if one.is_short:
-        said.append(f"there are too few workers, whatever they do: the load needs "
-                    f"{one.needed_prefill + one.needed_decode:.1f}, there are {now}")
+        said.append(f"there are, or were within the last {_HELD_S:g} s, too few workers, whatever they do: {now}")
     return "; and ".join(said) or f"{now} fit the load"
 
 
@@ -62,9 +63,11 @@ def _workers(one: RoleAdvice) -> Table:
 def _terms(one: RoleAdvice) -> Table:
     """Where the needs come from."""
     table = Table.grid(padding=(0, 2))
+    answers = (("answers to all of these", f"{one.answers:.2f} decode workers"),) if one.answers else ()
     for name, value in (
         ("prompts that arrive", f"{one.prefill_rate:.3g} s of prefill a second"),
         ("prompts that wait", f"{format_seconds(one.queued_s)} of prefill"),
+        *answers,  # a conductor of an earlier version says nothing of them
         ("answers that arrive", f"{one.decode_rate:.3g} s of decode steps a second"),
         ("a decode step", f"{format_seconds(one.step_s)} if empty, may take {format_seconds(one.step_limit_s)}"),
         ("answers now", f"{one.batch:,} with {one.context_tokens:,} tokens of context"),

@@ -142,9 +142,11 @@ class RoleAdvice(Part, frozen=True):
     """Workers that the load needs for prefill, whatever there are."""
     needed_decode: float
     is_wrong: bool
-    """One side has less than it needs while the other has workers to spare."""
+    """One side has less than it needs while the other has workers to spare; while ``is_short``, so few prefill that
+    more of the load would be served if more did, or so many while decode lacks some."""
     is_short: bool
-    """The load needs more workers than there are, whatever they do."""
+    """There are too few workers, whatever they do, or were lately: all that arrives could not be prefilled and
+    answered. Then the best is what serves most of it."""
     prefill_rate: float
     """Seconds of prefill computing that arrive a second."""
     queued_s: float
@@ -160,6 +162,9 @@ class RoleAdvice(Part, frozen=True):
     context_tokens: int
     memory: float
     """Decode workers whose memory these fill."""
+    answers: float = 0.0
+    """Decode workers that the answers to all prompts that arrive would need on average, if all of these were prefilled:
+    for computing or for memory, whichever are more. ``needed_decode`` counts what is being answered only."""
 
 
 class IndexState(Part, frozen=True):

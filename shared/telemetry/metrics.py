@@ -92,7 +92,8 @@ CONDUCTOR_NEEDED_WORKERS = Gauge(
     "conductor counts all of the cluster.", ["model", "role"])
 CONDUCTOR_ADVISED_WORKERS = Gauge(
     "moonbus_conductor_advised_workers", "Workers that should have each role, of as many as there are; those that have "
-    "it now unless one side lacks what the other can spare.", ["model", "role"])
+    "it now unless one side lacks what the other can spare, or, with too few for both, others would serve more of the "
+    "load.", ["model", "role"])
 CONDUCTOR_IN_FLIGHT = Gauge("moonbus_conductor_in_flight_requests", "Requests placed and not over.")
 CONDUCTOR_ESTIMATE_ERROR = Gauge(
     "moonbus_conductor_estimate_relative_error",

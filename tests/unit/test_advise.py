@@ -12,6 +12,7 @@ from services.cli.advise import report
 from services.cli.findings import Finding
 from services.cli.output import console
 from services.conductor.core import native
+from services.conductor.core.roles import Rules
 from shared.ids import SpecDigest
 from shared.messages import IndexState, RoleAdvice, WorkersReply, WorkerState
 from tests.unit.conductor.builders import hello
@@ -19,7 +20,7 @@ from tests.unit.conductor.builders import hello
 FITS = RoleAdvice(
     model="toy", spec=SpecDigest("s"), prefill=2, decode=3, best_prefill=2, best_decode=3, needed_prefill=1.25,
     needed_decode=2.5, is_wrong=False, is_short=False, prefill_rate=0.5, queued_s=1.5, decode_rate=0.75, step_s=0.01,
-    step_limit_s=0.05, batch=12, context_tokens=34_567, memory=0.4)
+    step_limit_s=0.05, batch=12, context_tokens=34_567, memory=0.4, answers=4.257)
 WRONG = msgspec.structs.replace(FITS, best_prefill=4, best_decode=1, needed_prefill=3.6, is_wrong=True)
 SHORT = msgspec.structs.replace(FITS, needed_prefill=5.5, is_short=True)
 INDEX = IndexState(block_copies=10, max_block_copies=1000, nbytes=4096, max_bytes=1 << 20)
@@ -52,8 +53,21 @@ def test_a_wrong_ratio_says_the_right_one_and_what_to_do(said: Any) -> None:
 
 
 def test_too_few_workers_and_nobody_asked(said: Any) -> None:
-    assert "too few workers, whatever they do: the load needs 8.0, there are 2 prefill and 3 decode" in said(SHORT)
+    text = said(SHORT)
+    assert text.startswith(f"toy: there are, or were within the last {Rules().window_s:g} s, too few workers, whatever "
+                           "they do: 2 prefill and 3 decode workers")
+    assert "answers to all of these 4.26 decode workers" in text
     assert "nothing to advise on" in said()
+
+
+def test_what_was_too_much_a_moment_ago_is_not_said_to_be_needed_now(said: Any) -> None:
+    """The needs of now are less than there are; a sum of them would deny the verdict."""
+    text = said(*(msgspec.structs.replace(one, is_short=True) for one in (FITS, WRONG)))
+    assert text.count("or were within the last 90 s") == 2 and "the load needs" not in text
+
+
+def test_a_conductor_of_an_earlier_version_says_nothing_of_answers_to_come(said: Any) -> None:
+    assert "answers to all" not in said(msgspec.structs.replace(SHORT, answers=0.0))
 
 
 def judged(**fields: Any) -> dict[str, Finding]:

@@ -319,7 +319,8 @@ class Conductor:
             needed_decode=one.need.decode, is_wrong=one.is_wrong, is_short=one.is_short,
             prefill_rate=one.need.prefill_rate, queued_s=one.need.queued_s, decode_rate=one.need.decode_rate,
             step_s=one.need.step_s, step_limit_s=one.need.step_limit_s, batch=one.need.batch,
-            context_tokens=one.need.context_tokens, memory=one.need.memory)
+            context_tokens=one.need.context_tokens, memory=one.need.memory,
+            answers=max(one.need.answers, one.need.answers_memory))
             for spec, takers, one in sorted(self._advised(now), key=lambda advised: advised[0])]
 
     # Requests

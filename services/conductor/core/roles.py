@@ -154,9 +154,11 @@ class Advice:
     """Of the same number of workers, how many should prefill."""
     best_decode: int
     is_wrong: bool
-    """Whether one side has less than it needs while the other has workers to spare."""
+    """Whether one side has less than it needs while the other has workers to spare; while ``is_short``, whether fewer
+    prefill than the balance says, or more while decode lacks some."""
     is_short: bool
-    """Whether the load needs more workers than there are, whatever they do; then the best is the balance."""
+    """Whether the load needs more workers than there are, whatever they do, or did in the last ``Rules.window_s``; then
+    the best is the balance."""
 
 
 @dataclass

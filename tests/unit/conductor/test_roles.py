@@ -611,3 +611,5 @@ class TestMachine:
         assert sorted((one.spec, one.model) for one in told) == sorted(
             (spec.digest, spec.model) for spec in (SPEC, OTHER_SPEC))
         assert sorted(looked) == [one.spec for one in told]
+        needs = {spec: one.need for spec, one in machine.advice(play.now).items()}
+        assert all(one.answers == max(needs[one.spec].answers, needs[one.spec].answers_memory) > 0.0 for one in told)
