@@ -1,7 +1,8 @@
 """What clients call their requests, to be found by.
 
-Store-managers of the version before write and read requests without it. Making the index holds up writers of
-``request_done``, for the time of one scan of it.
+Store-managers of the version before write and read requests without it. Whoever reads or writes ``request_done`` waits
+until the index is made, for the time of one scan of it: both steps are one transaction, and the column's lock lasts
+until its end.
 """
 
 from __future__ import annotations
