@@ -10,7 +10,7 @@ ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/moonbus
 ENV PATH=/opt/moonbus/bin:$PATH
-# For the compiled part of the transfer engine; this stage is left behind.
+# For the compiled parts of the transfer engine and of the conductor; this stage is left behind.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
