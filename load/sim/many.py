@@ -108,7 +108,7 @@ def code_digest(root: Path = Path(__file__).parents[2]) -> str:
     digest = hashlib.sha256(product_version().encode())
     for place in (root / name for name in _CODE):
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            if path.is_file() and "__pycache__" not in path.parts:
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so":  # what is made of sources
                 digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -92,6 +92,7 @@ def test_a_change_of_a_source_changes_the_digest_of_the_code(tmp_path: Path) -> 
     (tmp_path / "load/sim/__pycache__").mkdir()
     (tmp_path / "load/sim/__pycache__/a.pyc").write_text("compiled")
     (tmp_path / "load/other.py").write_text("1")
+    (tmp_path / "services/conductor/core/_native.cpython-311-x86_64-linux-gnu.so").write_bytes(b"compiled")
     assert digest(tmp_path) == before
     (tmp_path / "shared/order.py").write_text("2")
     assert digest(tmp_path) != before
