@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { API = 2 };
+enum { API = 3 };
 
 /* -- the survey ---------------------------------------------------------------------------------------------------- */
 
@@ -146,13 +146,13 @@ static int get_matrix(PyObject *from, Py_buffer *view, Py_ssize_t cells, int fla
     return 0;
 }
 
-PyDoc_STRVAR(survey_doc,
-"survey(cells, queues, room, lengths, counts, answers, own, places, ranked, known, terms)\n--\n\n"
+PyDoc_STRVAR(fill_survey_doc,
+"fill_survey(cells, queues, room, lengths, counts, answers, own, places, ranked, known, terms)\n--\n\n"
 "Fills ``answers``, doubles[10][workers], for a board of ``cells``, double[11][workers], and ``queues``,\n"
 "double[3][room][workers]; see services/conductor/core/survey.py. Answers whether anybody is due, the longest queue,\n"
 "the least cost, and the time to the first token where it would be best if everybody held all.");
 
-static PyObject *survey(PyObject *self, PyObject *args)
+static PyObject *fill_survey(PyObject *self, PyObject *args)
 {
     PyObject *cells_from, *queues_from, *lengths_from, *counts_from, *answers_from, *blocks, *places, *ranked, *known;
     Py_ssize_t room;
@@ -629,7 +629,7 @@ static PyTypeObject TableType = {
 };
 
 static PyMethodDef methods[] = {
-    {"survey", survey, METH_VARARGS, survey_doc},
+    {"fill_survey", fill_survey, METH_VARARGS, fill_survey_doc},
     {"write", (PyCFunction)(void (*)(void))write_worker, METH_FASTCALL, write_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -5,10 +5,10 @@ import numpy.typing as npt
 
 API: int
 
-def survey(cells: memoryview, queues: memoryview, room: int, lengths: memoryview, counts: memoryview,
-           answers: npt.NDArray[Any], own: dict[Any, int], places: dict[Any, int],
-           ranked: dict[int, float], known: tuple[float, ...] | None, terms: tuple[float, ...],
-           /) -> tuple[bool, float, float, float]: ...
+def fill_survey(cells: memoryview, queues: memoryview, room: int, lengths: memoryview, counts: memoryview,
+                answers: npt.NDArray[Any], own: dict[Any, int], places: dict[Any, int],
+                ranked: dict[int, float], known: tuple[float, ...] | None, terms: tuple[float, ...],
+                /) -> tuple[bool, float, float, float]: ...
 
 def write(cells: memoryview, queues: memoryview, room: int, lengths: memoryview, counts: memoryview, workers: int,
           place: int, row: tuple[float, ...], waiting: tuple[tuple[float, float, float], ...], spare_s: float,

@@ -151,10 +151,10 @@ class PrefillBoard(_Board):
             lengths[place] = end
             self._count[place] = end - (since_s[place] == math.inf)
 
-    def survey(self, answers: npt.NDArray[np.float64], own: dict[WorkerId, int], ranked: dict[int, float],
-               known: tuple[float, ...] | None, terms: tuple[float, ...]) -> tuple[bool, float, float, float]:
+    def fill_survey(self, answers: npt.NDArray[np.float64], own: dict[WorkerId, int], ranked: dict[int, float],
+                    known: tuple[float, ...] | None, terms: tuple[float, ...]) -> tuple[bool, float, float, float]:
         """The compiled pass over all that is on the board; see :mod:`services.conductor.core.survey`."""
-        return native.survey(*self._views, answers, own, self.places, ranked, known, terms)
+        return native.fill_survey(*self._views, answers, own, self.places, ranked, known, terms)
 
     def queue_s(self, now: float) -> Column:
         """As ``Worker.queue_s``."""

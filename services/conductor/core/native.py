@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-_API = 2
+_API = 3
 """What is asked of it; a file that was built before this source was written may not have it."""
 
 try:
@@ -20,4 +20,4 @@ else:
 """Why there is none; empty where there is one."""
 
 if TYPE_CHECKING or not WHY_NOT:
-    Table, survey, write = _native.Table, _native.survey, _native.write
+    Table, fill_survey, write = _native.Table, _native.fill_survey, _native.write

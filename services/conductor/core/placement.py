@@ -42,7 +42,7 @@ from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
-from services.conductor.core.survey import BESIDE, Prompt, Survey, survey
+from services.conductor.core.survey import BESIDE, Prompt, Survey, take_survey
 from shared.ids import ConductorId, HostId, SpecDigest, WorkerId
 from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
 
@@ -348,10 +348,11 @@ class Placer:
                 num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
             for worker, blocks in match.unmade.items() if (place := board.places.get(worker)) is not None}
         policy = self._policy
-        found = survey(board, Prompt(ask.num_tokens, now, now - ask.head_start_s, match.own, match.covered, ranked,
-                                     known if is_old is not None else None), policy)
-        is_open = None if found.longest_s <= policy.max_queue_s else found.queue_s <= policy.max_queue_s
-        options = _Field(board, match, found, is_old is not None, is_open, policy.regard, found.alone_s)
+        prompt = Prompt(ask.num_tokens, now, now - ask.head_start_s, match.own, match.covered, ranked,
+                        known if is_old is not None else None)
+        survey = take_survey(board, prompt, policy)
+        is_open = None if survey.longest_s <= policy.max_queue_s else survey.queue_s <= policy.max_queue_s
+        options = _Field(board, match, survey, is_old is not None, is_open, policy.regard, survey.alone_s)
         for name, in_memory in match.on_ssd.items():
             if name not in match.unmade and (place := board.places.get(name)) is not None:
                 self._load(ask, options, place, in_memory, now)
@@ -359,26 +360,26 @@ class Placer:
 
     def _load(self, ask: PlaceRequest, options: _Field, place: int, in_memory: int, now: float) -> None:
         """What a worker has on its SSD is read, or computed again if that is better."""
-        board, found = options.board, options.survey
-        worker, own = board.workers[place], int(found.own[place])
+        board, survey = options.board, options.survey
+        worker, own = board.workers[place], int(survey.own[place])
         load_s = worker.costs.ssd_s((own - in_memory) * board.block_bytes)
-        queue_s, prefill_s = float(found.queue_s[place]), float(found.prefill_s[place])
+        queue_s, prefill_s = float(survey.queue_s[place]), float(survey.prefill_s[place])
         waits_s = max(load_s - queue_s, 0.0)
         anew_s, known_s = (worker.costs.prefill_s(num_tokens=ask.num_tokens, hit_tokens=blocks * board.block_tokens)
                            for blocks in (in_memory, own))
         again_s = prefill_s + anew_s - known_s
         line = worker.line(again_s, now, since_s=now - ask.head_start_s)
-        loaded_s = float(found.alone_s[place]) + waits_s
+        loaded_s = float(survey.alone_s[place]) + waits_s
         computed_s = line.queue_s + again_s * (1.0 + options.regard * line.delayed)
         if loaded_s <= computed_s and again_s - prefill_s >= _price_s(load_s, queue_s) * self._policy.fetch_gain:
             options.loads[place] = _Loading(own - in_memory, load_s, waits_s)
-            found.alone_s[place] = loaded_s
+            survey.alone_s[place] = loaded_s
             return
-        found.own[place], found.queue_s[place], found.prefill_s[place] = in_memory, line.queue_s, again_s
-        found.ranked_s[place], found.delays_s[place] = again_s, line.delayed * again_s
-        if found.yields_s is not None:
-            found.yields_s[place] = line.yields_s
-        found.alone_s[place] = computed_s
+        survey.own[place], survey.queue_s[place], survey.prefill_s[place] = in_memory, line.queue_s, again_s
+        survey.ranked_s[place], survey.delays_s[place] = again_s, line.delayed * again_s
+        if survey.yields_s is not None:
+            survey.yields_s[place] = line.yields_s
+        survey.alone_s[place] = computed_s
 
     def _pull(self, ask: PlaceRequest, cluster: Cluster, options: _Field, now: float) -> None:
         """Puts pulls together where they may be the best there is."""
@@ -471,13 +472,13 @@ class Placer:
 
     def _candidates(self, options: _Field) -> list[Candidate]:
         """The best ways, best first; the best one without pulls says why."""
-        found = options.survey
-        places = found.alone_s.argsort()[:self._policy.candidates]
+        survey = options.survey
+        places = survey.alone_s.argsort()[:self._policy.candidates]
         workers = options.board.workers
         ways = [Candidate(workers[place].id, queue_s, 0.0, prefill_s, int(own), 0, "", delays_s)
                 for place, own, queue_s, prefill_s, delays_s in zip(
                     places.tolist(), *(column[places].tolist() for column in (
-                        found.own, found.queue_s, found.prefill_s, found.delays_s)), strict=True)]
+                        survey.own, survey.queue_s, survey.prefill_s, survey.delays_s)), strict=True)]
         if note := options.note(int(places[0])):
             ways[0] = msgspec.structs.replace(ways[0], note=note)
         if options.loads:

@@ -73,7 +73,7 @@ class Survey:
     """Time to first token where it would run if everybody held what anybody can send."""
 
 
-def survey(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
+def take_survey(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
     """``board`` is up to date."""
     if native.WHY_NOT or len(board.workers) == 1:  # arrays add up a single row in another order
         return with_arrays(board, prompt, policy)
@@ -82,7 +82,7 @@ def survey(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
     terms = (prompt.now, prompt.since_s, prompt.num_tokens, prompt.covered, board.block_tokens, board.block_bytes,
              order.stretch, order.most_s, MARGIN_S, LATE_S, BEHIND_S, policy.trust_s, policy.regard,
              policy.fetch_gain, BESIDE)
-    is_due, longest_s, least_s, held_s = board.survey(
+    is_due, longest_s, least_s, held_s = board.fill_survey(
         answers, prompt.own, prompt.ranked, None if known is None else known.prefill, terms)
     own, prefill_s, ranked_s, queue_s, delays_s, yields_s, alone_s, rest_s, pull_s, bound_s = answers
     return Survey(own, prefill_s, ranked_s, queue_s, delays_s, yields_s if is_due else None, alone_s, rest_s, pull_s,
@@ -90,7 +90,7 @@ def survey(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
 
 
 def with_arrays(board: PrefillBoard, prompt: Prompt, policy: Policy) -> Survey:
-    """:func:`survey` without the compiled part."""
+    """:func:`take_survey` without the compiled part."""
     own, may_pull, num_tokens = _leading(board, prompt.own), prompt.covered > 0, prompt.num_tokens
     hits = np.empty((2, len(own))) if may_pull else own  # alone; with all that can be pulled
     if may_pull:

@@ -1,8 +1,8 @@
 """{fingerprint: row} of the index: a dictionary, or the compiled part's table where that was built.
 
-The table takes 23 to 46 bytes a block, by how full it is, where a dictionary takes 62 to 92. A prompt's blocks are found
-in it in a fifth of the time: in a dictionary of millions every look-up waits for memory three times, one after the
-other.
+The table takes 23 to 46 bytes a block, by how full it is, where a dictionary takes 62 to 92. A prompt's blocks are
+found in it in a fifth of the time: in a dictionary of millions every look-up waits for memory three times, one after
+the other.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from load.sim.experiment import simulate
 from services.conductor.core import native
 from services.conductor.core.board import PrefillBoard
 from services.conductor.core.policy import Policy
-from services.conductor.core.survey import Prompt, survey, with_arrays
+from services.conductor.core.survey import Prompt, take_survey, with_arrays
 from shared.machine import Reply
 from shared.order import FCFS, ORDER, SRPT
 from tests.unit.conductor.builders import answer, ask, chain, progress
@@ -47,7 +47,7 @@ def test_the_compiled_survey_is_that_with_arrays(seed: int) -> None:
             own={worker.id: rng.randint(0, 62) for worker in rng.sample(prefill, rng.randint(0, 5))}, covered=covered,
             ranked={place: rng.uniform(0.0, 4.0) for place in rng.sample(range(5), rng.choice((0, 0, 2)))},
             known=rng.choice((None, prefill[0].costs)))
-        ours, arrays = survey(board, prompt, policy), with_arrays(board, prompt, policy)
+        ours, arrays = take_survey(board, prompt, policy), with_arrays(board, prompt, policy)
         left_out = () if covered else ("rest_s", "pull_s", "bound_s")
         for field in dataclasses.fields(ours):
             if field.name not in left_out:
@@ -88,14 +88,14 @@ def test_boards_that_contradict_themselves_are_refused() -> None:
     board.refresh()
     prompt = Prompt(100, 0.0, 0.0, {}, 0, {9: 1.0}, None)
     with pytest.raises(ValueError, match="not on the board"):
-        survey(board, prompt, Policy())
+        take_survey(board, prompt, Policy())
     board._lengths[0] = 10**6
     with pytest.raises(ValueError, match="longer than its room"):
-        survey(board, dataclasses.replace(prompt, ranked={}), Policy())
+        take_survey(board, dataclasses.replace(prompt, ranked={}), Policy())
     board._lengths[0] = 1
     board._views = (board._cells[:3].copy().data, *board._views[1:])
     with pytest.raises(ValueError, match="bytes"):
-        survey(board, dataclasses.replace(prompt, ranked={}), Policy())
+        take_survey(board, dataclasses.replace(prompt, ranked={}), Policy())
 
 
 @needs_it
