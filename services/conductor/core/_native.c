@@ -133,13 +133,29 @@ static int fill_ranked(double *ranked, Py_ssize_t count, PyObject *seconds_of)
     return 0;
 }
 
-/* A contiguous matrix of doubles, or -1 with an exception. */
-static int get_matrix(PyObject *from, Py_buffer *view, Py_ssize_t cells, int flags)
+/* Whether the sizes of a board's arrays can be computed at all. Returns -1 with an exception where not. */
+static int check_sizes(Py_ssize_t workers, Py_ssize_t room)
 {
-    if (PyObject_GetBuffer(from, view, PyBUF_C_CONTIGUOUS | flags))
+    if (workers >= 0 && workers <= PY_SSIZE_T_MAX / 8 / CELLS && room >= 1
+        && room <= PY_SSIZE_T_MAX / 24 / (workers + 1))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a board that no memory could hold, or whose queues have no room");
+    return -1;
+}
+
+#define DOUBLES "d"
+#define INT64S "lq" /* either is what C calls it on some platform */
+
+/* A contiguous matrix of cells of 8 bytes, in one of ``formats`` of Python's struct; or -1 with an exception. */
+static int get_matrix(PyObject *from, Py_buffer *view, const char *formats, Py_ssize_t cells, int flags)
+{
+    if (PyObject_GetBuffer(from, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags))
         return -1;
-    if (view->itemsize != sizeof(double) || view->len < cells * (Py_ssize_t)sizeof(double)) {
-        PyErr_Format(PyExc_ValueError, "an array of %zd bytes, expected %zd doubles", view->len, cells);
+    const char *format = view->format;
+    if (view->itemsize != 8 || view->len < cells * 8 || !format || !format[0] || format[1]
+        || !strchr(formats, format[0])) {
+        PyErr_Format(PyExc_ValueError, "an array of %zd bytes of \"%s\", expected %zd cells of \"%s\"", view->len,
+                     format ? format : "B", cells, formats);
         PyBuffer_Release(view);
         return -1;
     }
@@ -170,15 +186,15 @@ static PyObject *fill_survey(PyObject *self, PyObject *args)
     const Py_ssize_t n = PyDict_GET_SIZE(places);
     Py_buffer cells, queues, lengths, counts, answers;
     PyObject *result = NULL;
-    if (get_matrix(cells_from, &cells, CELLS * n, 0))
+    if (check_sizes(n, room) || get_matrix(cells_from, &cells, DOUBLES, CELLS * n, 0))
         return NULL;
-    if (get_matrix(queues_from, &queues, 3 * room * n, 0))
+    if (get_matrix(queues_from, &queues, DOUBLES, 3 * room * n, 0))
         goto no_queues;
-    if (get_matrix(lengths_from, &lengths, n, 0))
+    if (get_matrix(lengths_from, &lengths, INT64S, n, 0))
         goto no_lengths;
-    if (get_matrix(counts_from, &counts, n, 0))
+    if (get_matrix(counts_from, &counts, DOUBLES, n, 0))
         goto no_counts;
-    if (get_matrix(answers_from, &answers, ANSWERS * n, PyBUF_WRITABLE))
+    if (get_matrix(answers_from, &answers, DOUBLES, ANSWERS * n, PyBUF_WRITABLE))
         goto no_answers;
 
     const double *cell = cells.buf, *queue = queues.buf, *count = counts.buf;
@@ -276,13 +292,13 @@ static PyObject *write_worker(PyObject *self, PyObject *const *args, Py_ssize_t 
     }
     Py_buffer cells, queues, lengths, counts;
     PyObject *result = NULL;
-    if (get_matrix(args[0], &cells, CELLS * n, PyBUF_WRITABLE))
+    if (check_sizes(n, room) || get_matrix(args[0], &cells, DOUBLES, CELLS * n, PyBUF_WRITABLE))
         return NULL;
-    if (get_matrix(args[1], &queues, 3 * room * n, PyBUF_WRITABLE))
+    if (get_matrix(args[1], &queues, DOUBLES, 3 * room * n, PyBUF_WRITABLE))
         goto no_queues;
-    if (get_matrix(args[3], &lengths, n, PyBUF_WRITABLE))
+    if (get_matrix(args[3], &lengths, INT64S, n, PyBUF_WRITABLE))
         goto no_lengths;
-    if (get_matrix(args[4], &counts, n, PyBUF_WRITABLE))
+    if (get_matrix(args[4], &counts, DOUBLES, n, PyBUF_WRITABLE))
         goto no_counts;
     double *cell = cells.buf, *queue = queues.buf, *ranks = queue + w, *lefts = ranks + room * n,
            *spares = lefts + room * n, *count = counts.buf;

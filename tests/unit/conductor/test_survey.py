@@ -99,6 +99,39 @@ def test_boards_that_contradict_themselves_are_refused() -> None:
 
 
 @needs_it
+@pytest.mark.parametrize(("what", "message"), [
+    ("room", "no memory could hold"), ("no room", "no memory could hold"), ("workers", "no memory could hold"),
+    ("numbers", "expected"), ("lengths", "expected"), ("bytes", "expected")])
+def test_arrays_of_other_sizes_or_kinds_are_refused(what: str, message: str) -> None:
+    _, prefill, _ = busy_town(0)
+    board = PrefillBoard(prefill)
+    board.refresh()
+    cells, queues, room, lengths, counts = board._views
+    workers = len(prefill)
+    match what:
+        case "room":
+            room = 2**62  # fifteen times as many are less than none, in 64 bits
+        case "no room":
+            room = 0
+        case "workers":
+            workers = 2**62
+        case "numbers":
+            cells = np.ascontiguousarray(board._cells, dtype=np.int64).data
+        case "lengths":
+            lengths = board._lengths.astype(np.float64).data
+        case _:
+            queues = queues.cast("B")
+    if what != "workers":  # there it counts them
+        prompt = Prompt(100, 0.0, 0.0, {}, 0, {}, None)
+        board._views = cells, queues, room, lengths, counts
+        with pytest.raises(ValueError, match=message):
+            take_survey(board, prompt, Policy())
+    row = (0.0,) * len(board._cells)
+    with pytest.raises(ValueError, match=message):
+        native.write(cells, queues, room, lengths, counts, workers, 0, row, (), 0.0)
+
+
+@needs_it
 def test_a_simulation_decides_the_same_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def decisions() -> list[Any]:
         said: list[Any] = []
