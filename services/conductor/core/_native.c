@@ -570,24 +570,84 @@ static PyObject *table_drop(Table *self, PyObject *blocks)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(blocks_doc, "blocks()\n--\n\nA list of all.");
+/* Goes over a table by the places where its blocks are at home. Those never change but by doubling, when each becomes
+ * two neighbours; so nobody is passed over or met twice for being moved or for the table having grown. */
+typedef struct {
+    PyObject_HEAD
+    Table *table; /* NULL when all was seen */
+    uint64_t seen; /* homes, as the leading bits of products are: before this one everybody was met */
+    uint64_t count;
+} Sweep;
 
-static PyObject *table_blocks(Table *self, PyObject *nothing)
+static PyTypeObject SweepType;
+
+PyDoc_STRVAR(sweep_doc, "sweep(count)\n--\n\nAll blocks, of ``count`` places at a time.");
+
+static PyObject *table_sweep(Table *self, PyObject *from)
 {
-    (void)nothing;
-    PyObject *blocks = PyList_New(self->used);
-    Py_ssize_t filled = 0;
-    for (size_t i = 0; blocks && i < (size_t)1 << self->bits; i++) {
-        if (self->entries[i].print == NOBODY)
-            continue;
-        PyObject *print = PyLong_FromUnsignedLongLong(self->entries[i].print);
-        if (print)
-            PyList_SET_ITEM(blocks, filled++, print);
-        else
-            Py_CLEAR(blocks);
+    Py_ssize_t count = PyLong_AsSsize_t(from);
+    if (count < 1) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "no places at a time");
+        return NULL;
     }
+    Sweep *sweep = PyObject_New(Sweep, &SweepType);
+    if (sweep) {
+        sweep->table = (Table *)Py_NewRef(self);
+        sweep->seen = 0;
+        sweep->count = (uint64_t)count;
+    }
+    return (PyObject *)sweep;
+}
+
+static void sweep_dealloc(Sweep *self)
+{
+    Py_XDECREF(self->table);
+    PyObject_Free(self);
+}
+
+static PyObject *sweep_next(Sweep *self)
+{
+    Table *table = self->table;
+    if (!table)
+        return NULL;
+    PyObject *blocks = PyList_New(0);
+    if (!blocks)
+        return NULL;
+    const size_t places = (size_t)1 << table->bits, mask = places - 1, start = (size_t)(self->seen >> (64 - table->bits));
+    const size_t end = self->count < places - start ? start + (size_t)self->count : places;
+    /* beyond the end are those who did not find their home empty */
+    for (size_t at = start; at < end || table->entries[at & mask].print != NOBODY; at++) {
+        uint64_t print = table->entries[at & mask].print;
+        if (print == NOBODY)
+            continue;
+        size_t away = (at - home_of(table, print)) & mask;
+        if (at < start + away || at - away >= end)
+            continue;
+        PyObject *block = PyLong_FromUnsignedLongLong(print);
+        if (!block || PyList_Append(blocks, block)) {
+            Py_XDECREF(block);
+            Py_DECREF(blocks);
+            return NULL;
+        }
+        Py_DECREF(block);
+    }
+    if (end == places)
+        Py_CLEAR(self->table);
+    else
+        self->seen = (uint64_t)end << (64 - table->bits);
     return blocks;
 }
+
+static PyTypeObject SweepType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "services.conductor.core._native.Sweep",
+    .tp_basicsize = sizeof(Sweep),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)sweep_dealloc,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)sweep_next,
+};
 
 static PyObject *table_sizeof(Table *self, PyObject *nothing)
 {
@@ -623,7 +683,7 @@ static PyMethodDef table_methods[] = {
     {"stretches", (PyCFunction)table_stretches, METH_O, stretches_doc},
     {"put", (PyCFunction)(void (*)(void))table_put, METH_FASTCALL, put_doc},
     {"drop", (PyCFunction)table_drop, METH_O, drop_doc},
-    {"blocks", (PyCFunction)table_blocks, METH_NOARGS, blocks_doc},
+    {"sweep", (PyCFunction)table_sweep, METH_O, sweep_doc},
     {"__sizeof__", (PyCFunction)table_sizeof, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -661,7 +721,8 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddIntConstant(made, "API", API) || PyModule_AddType(made, &TableType)))
+    if (made && (PyModule_AddIntConstant(made, "API", API) || PyModule_AddType(made, &TableType)
+                 || PyType_Ready(&SweepType)))
         Py_CLEAR(made);
     return made;
 }

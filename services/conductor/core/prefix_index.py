@@ -27,7 +27,7 @@ a recomputation, never a wrong answer. What is known already is still updated an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -167,7 +167,7 @@ class PrefixIndex:
     @property
     def is_tidy(self) -> bool:
         """Whether :meth:`tidy` has nothing to do."""
-        return not self._retired and not self._tidying.doomed
+        return not self._retired and self._tidying.sweep is None
 
     def blocks_of(self, worker: WorkerId) -> int:
         """Blocks ``worker`` is known to hold."""
@@ -278,8 +278,12 @@ class PrefixIndex:
         Changes no answer.
         """
         work = self._tidying
-        if work.doomed:
-            self._tidy_blocks(work.doomed, budget)
+        if work.sweep is not None:
+            some = next(work.sweep, None)
+            if some is None:
+                work.sweep = None
+            else:
+                self._tidy_blocks(some)
         elif self._retired:
             work.slots = work.slots or self._retired
             until = min(work.row + budget, len(self._masks))
@@ -290,14 +294,15 @@ class PrefixIndex:
                 work.slots = work.row = 0
                 dead = sum(size for size, mask in zip(self._sizes, self._any, strict=True) if not mask)
                 if dead > _FEWEST_DEAD and 4 * dead > len(self._row_of):
-                    work.doomed = self._row_of.blocks()
+                    work.sweep = self._row_of.sweep(budget)
         return self.is_tidy
 
     def check_invariants(self) -> None:
         """Raises :class:`Bug` when what is counted is not what is there."""
         sizes, held = [0] * len(self._masks), [0] * len(self._held)
-        for row in self._row_of.rows(self._row_of.blocks()):
-            sizes[row or 0] += 1
+        for some in self._row_of.sweep(4096):
+            for row in self._row_of.rows(some):
+                sizes[row or 0] += 1
         if sizes != self._sizes:
             raise Bug("prefix index: sizes of rows are not the numbers of their blocks")
         shown = self._live | sum(1 << slot for slot in self._gathering.values())
@@ -453,13 +458,14 @@ class PrefixIndex:
         self._retired &= ~slots
         self._free_slots += _bits(slots)
 
-    def _tidy_blocks(self, doomed: list[Fingerprint], budget: int) -> None:
-        some = doomed[-budget:]
+    def _tidy_blocks(self, some: list[Fingerprint]) -> None:
+        """Drops those that nobody holds."""
+        dead = []
         for block, row in zip(some, self._row_of.rows(some), strict=True):
             if row is not None and not self._any[row]:
-                self._row_of.drop((block,))
+                dead.append(block)
                 self._sizes[row] -= 1
-        del doomed[-budget:]
+        self._row_of.drop(dead)
 
     def _lengths(self, ends: Sequence[tuple[int, int]]) -> dict[WorkerId, int]:
         """{worker: leading blocks}, of live slots; workers with none are left out."""
@@ -479,11 +485,11 @@ class PrefixIndex:
 
 @dataclass
 class _Tidying:
-    """What is being cleaned up: the slots whose bits are cleared, how far, and blocks that may be nobody's."""
+    """What is being cleaned up: the slots whose bits are cleared, how far, and blocks some of which nobody holds."""
 
     slots: int = 0
     row: int = 0
-    doomed: list[Fingerprint] = field(default_factory=list)
+    sweep: Iterator[list[Fingerprint]] | None = None
 
 
 class _Names:

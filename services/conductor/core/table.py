@@ -7,7 +7,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Protocol
 
@@ -37,8 +37,9 @@ class Table(Protocol):
         """They have no row any more."""
         ...
 
-    def blocks(self) -> list[int]:
-        """A list of all."""
+    def sweep(self, count: int, /) -> Iterator[list[int]]:
+        """All blocks, about ``count`` at a time. Between any two the table may change: who is in it from the first to
+        the last comes once, and of the others some."""
         ...
 
     def __len__(self) -> int: ...
@@ -81,9 +82,12 @@ class DictTable:
         for block in blocks:
             self._rows.pop(block, None)
 
-    def blocks(self) -> list[int]:
-        """See :class:`Table`."""
-        return list(self._rows)
+    def sweep(self, count: int, /) -> Iterator[list[int]]:
+        """See :class:`Table`; a dictionary that changes has no places to go by, so the first takes a list of all."""
+        left = list(self._rows)
+        while left:
+            yield left[-count:]
+            del left[-count:]
 
 
 def make_table() -> Table:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from services.conductor.core import native, prefix_index
 from services.conductor.core.machine import Conductor, Started
 from services.conductor.core.prefix_index import BLOCK_BYTES, ROW_BYTES, PrefixIndex, fingerprints
 from shared.ids import BlockKey, Incarnation, WorkerId
@@ -218,12 +219,16 @@ def compare(index: PrefixIndex, model: Model, prompt: list[int], senders: Sequen
         assert (found.run(start)[0], set(found.run(start)[1])) == (end, owners)
 
 
+@pytest.mark.parametrize("without", ["", "left out"], ids=["as it is", "not compiled"])
 @pytest.mark.parametrize("numbers", [range(12), range(200)], ids=["few blocks", "many"])
-def test_random_operations_against_the_model(numbers: range) -> None:
+def test_random_operations_against_the_model(numbers: range, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "_FEWEST_DEAD", 2)  # so that blocks are swept while others come and go
+    if without:
+        monkeypatch.setattr(native, "WHY_NOT", without)
     rng = random.Random(len(numbers))
     index, model = PrefixIndex(), Model()
     workers = [WorkerId(f"w{i}") for i in range(7)]
-    for step in range(OPERATIONS // 2):
+    for step in range(OPERATIONS // 4):
         worker, tier = rng.choice(workers), rng.choice(list(Tier))
         some = rng.choices(numbers, k=rng.randint(1, 12))  # some of them twice
         match rng.randrange(14):
@@ -261,6 +266,13 @@ def test_random_operations_against_the_model(numbers: range) -> None:
             index.check_invariants()
             pairs = [tiers for held in (*model.held.values(), *model.gathered.values()) for tiers in held.values()]
             assert len(index) == sum(map(bool, pairs))
+    while not index.tidy(10):
+        pass
+    for worker in workers:
+        index.remove(worker)
+    while not index.tidy(10):
+        pass
+    assert len(index._row_of) <= 2
 
 
 class Owner:

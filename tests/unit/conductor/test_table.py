@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,21 +13,27 @@ from services.conductor.core import native
 from services.conductor.core.table import DictTable, Table, make_table
 
 TABLES = [DictTable] if native.WHY_NOT else [DictTable, make_table]
+KINDS = ["anywhere", "in a row", "together", "at the end"]
+_BACK = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
+"""Times this: a fingerprint whose place follows from the leading bits of the product."""
 
 
 def prints_of(rng: random.Random, kind: str) -> int:
-    """Few, so that they meet again: anywhere, one after the other, or all with one home in a small table."""
+    """Few, so that they meet again: anywhere, one after the other, or all with one home in a small table, the last
+    place of it among them."""
     match kind:
         case "anywhere":
             return random.Random(rng.randrange(500)).getrandbits(60)
         case "in a row":
             return rng.randrange(300)
+        case "at the end":
+            return (2**64 - 1 - rng.randrange(60)) * _BACK % 2**64
         case _:
             return rng.randrange(40) << 58
 
 
 @pytest.mark.parametrize("make", TABLES)
-@pytest.mark.parametrize("kind", ["anywhere", "in a row", "together"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_operations_against_a_dictionary(make: type[Table], kind: str) -> None:
     rng, table, model = random.Random(kind), make(), dict[int, int]()
     for _ in range(3000):
@@ -48,13 +55,36 @@ def test_random_operations_against_a_dictionary(make: type[Table], kind: str) ->
                 assert table.stretches(np.array(blocks, dtype=np.uint64)) == [
                     (place, row) for place, row in enumerate(rows) if not place or row != rows[place - 1]]
         assert len(table) == len(model)
-    assert sorted(table.blocks()) == sorted(model)
+        if not rng.randrange(40):
+            assert sorted(chain.from_iterable(table.sweep(rng.choice((1, 7, 10_000))))) == sorted(model)
+
+
+@pytest.mark.parametrize("make", TABLES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sweep_meets_everybody_once_whatever_comes_and_goes(make: type[Table], kind: str) -> None:
+    for seed in range(60):
+        rng, table = random.Random(f"{kind}{seed}"), make()
+        start = {prints_of(rng, kind) for _ in range(rng.choice((0, 5, 300)))}
+        table.put(start, 1)
+        stay, ever, met = set(start), set(start), list[int]()
+        comes = rng.choice((0, 3, 30))
+        for blocks in table.sweep(rng.choice((1, 2, 9, 100))):
+            met += blocks
+            goes = {prints_of(rng, kind) for _ in range(rng.choice((0, 1, 4)))}
+            if rng.random() < 0.5:
+                goes |= set(rng.sample(blocks, len(blocks) // 2))  # as who tidies does
+            table.drop(goes)
+            stay -= goes
+            came = [prints_of(rng, kind) for _ in range(comes)] if len(ever) < 4000 else []
+            table.put(came, 2)
+            ever.update(came)
+        assert len(met) == len(set(met)) and stay <= set(met) <= ever
 
 
 @pytest.mark.parametrize("make", TABLES)
 def test_an_empty_one(make: type[Table]) -> None:
     table = make()
-    assert not table and table.rows([]) == [] and table.blocks() == []
+    assert not table and table.rows([]) == [] and not list(chain.from_iterable(table.sweep(3)))
     assert table.stretches(np.empty(0, dtype=np.uint64)) == []
 
 
@@ -66,6 +96,9 @@ def test_it_refuses_what_is_no_fingerprint_and_takes_few_bytes() -> None:
             table.put([1, wrong], 7)  # type: ignore[list-item]
         with pytest.raises((OverflowError, TypeError, ValueError)):
             table.rows([wrong])  # type: ignore[list-item]
+    for count in (0, -1, 1 << 64):
+        with pytest.raises((OverflowError, ValueError)):
+            table.sweep(count)
     assert not table
     rng = random.Random(1)
     table.put([rng.getrandbits(60) for _ in range(100_000)], 3)
