@@ -19,9 +19,11 @@ _API = 4
 """What is asked of it; a file that was built before this source was written may not have it."""
 
 try:
-    from shared.transfer import _native
-except ImportError:  # no compiler when this was installed
+    import shared.transfer._native as _native
+except ModuleNotFoundError:  # no compiler when this was installed
     WHY_NOT = "it was not compiled"
+except ImportError as error:  # there is a file, for another machine or Python
+    WHY_NOT = str(error)
 else:
     WHY_NOT = "" if _native.API == _API else "it was compiled from another version"
 """Why there is none; empty where there is one."""
