@@ -57,8 +57,9 @@ clean:  ## Remove the environment, caches and build outputs (what a stack stored
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp comes last, so that an interrupted install is done again. The tree is installed editable: it stays live.
-$(STAMP): pyproject.toml constraints.txt
+# The stamp comes last, so that an interrupted install is done again. The tree is installed editable: it stays live, but
+# for what is compiled.
+$(STAMP): pyproject.toml constraints.txt setup.py shared/transfer/_native.c services/conductor/core/_native.c
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "moonbus: $(PYTHON) is not on PATH; install Python 3.11 or newer, or run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -8,7 +8,7 @@ may become one.
 from setuptools import Extension, setup
 
 setup(ext_modules=[
-    Extension("shared.transfer._native", ["shared/transfer/_native.c"], optional=True),
-    Extension("services.conductor.core._native", ["services/conductor/core/_native.c"], optional=True,
-              extra_compile_args=["-ffp-contract=off"]),
+    Extension("shared.transfer._native", ["shared/transfer/_native.c"], depends=["setup.py"], optional=True),
+    Extension("services.conductor.core._native", ["services/conductor/core/_native.c"], depends=["setup.py"],
+              optional=True, extra_compile_args=["-ffp-contract=off"]),
 ])
