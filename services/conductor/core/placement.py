@@ -282,7 +282,8 @@ class Placer:
         candidates = self._candidates(options)
         prefill = self._draw(options, in_time)
         decode = self._decode(ask, usable.decode_board, match, now, prefill.ttft_s)
-        reasons.decode = [one.candidate() for one in decode]
+        decode_candidates = [one.candidate() for one in decode]
+        reasons = Reasons(ask, self._policy, now, decode=decode_candidates)
         spare_s = (self._policy.max_queue_s - prefill.queue_s - ask.waited_s if ttft_slo_s is None
                    else ttft_slo_s - prefill.ttft_s - DOUBT * prefill.queue_s)
         if not decode:
@@ -292,11 +293,12 @@ class Placer:
         tbt_slo_s = ask.tbt_slo_s or self._policy.tbt_slo_s
         if tbt_slo_s is not None and decode[0].tbt_s > tbt_slo_s:
             return reasons.tbt(decode[0].tbt_s, tbt_slo_s, decode[0].worker, candidates, spare_s=spare_s)
-        return self._placement(ask, match, prefill, decode, candidates, reuse_gain_s=(
+        return self._placement(ask, match, prefill, decode, candidates, decode_candidates, reuse_gain_s=(
             max(prefill.ttft_s - options.survey.held_s, 0.0) if match.covered else 0.0))
 
     def _placement(self, ask: PlaceRequest, match: Match, prefill: _Option, decode: Sequence[_Decode],
-                   candidates: list[Candidate], *, reuse_gain_s: float) -> Placement:
+                   candidates: list[Candidate], decode_candidates: list[DecodeCandidate], *,
+                   reuse_gain_s: float) -> Placement:
         hit_blocks = prefill.own_blocks + prefill.fetched_blocks
         block_tokens = prefill.worker.hello.spec.block_tokens
         unmade_blocks = prefill.own_blocks - match.unmade.get(prefill.worker.id, prefill.own_blocks)
@@ -308,7 +310,7 @@ class Placer:
             hit_tokens=hit_blocks * block_tokens, unmade_tokens=unmade_blocks * block_tokens,
             predicted_queue_s=prefill.queue_s, predicted_transfer_s=prefill.transfer_s,
             predicted_prefill_s=prefill.prefill_s, predicted_tbt_s=decode[0].tbt_s, candidates=candidates,
-            decode_candidates=[one.candidate() for one in decode],
+            decode_candidates=decode_candidates,
             ranked_s=0.0 if prefill.ranked_s == prefill.prefill_s else prefill.ranked_s, reuse_gain_s=reuse_gain_s,
             lead_s=prefill.worker.order.lead_s(prefill.ranked_s) + prefill.yields_s - ask.head_start_s)
 

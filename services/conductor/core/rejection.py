@@ -16,12 +16,12 @@ _SHORTEST_S, _LONGEST_S = 0.2, 60.0
 
 
 class Reasons:
-    """The rejections of one request; they show ``decode`` candidates once those are known."""
+    """The rejections of one request."""
 
-    decode: Sequence[DecodeCandidate] = ()
-
-    def __init__(self, ask: PlaceRequest, policy: Policy, now: float) -> None:
-        self._ask, self._policy, self._now = ask, policy, now
+    def __init__(self, ask: PlaceRequest, policy: Policy, now: float, *,
+                 decode: Sequence[DecodeCandidate] = ()) -> None:
+        """They show ``decode``, the candidates where those are known."""
+        self._ask, self._policy, self._now, self._decode = ask, policy, now, decode
 
     def no_worker(self, *, prefill: int, decode: int, excluded: int, retry_after_s: float) -> Rejection:
         """Nobody serves this model, or nobody who is left may."""
@@ -84,7 +84,7 @@ class Reasons:
         waits = retry_after_s <= spare_s
         return Rejection(request=self._ask.request, code=code, message=message, candidates=candidates,
                          retry_after_s=retry_after_s, wait_s=retry_after_s if waits else 0.0,
-                         spare_s=spare_s if waits else 0.0, late_s=late_s, decode_candidates=list(self.decode))
+                         spare_s=spare_s if waits else 0.0, late_s=late_s, decode_candidates=list(self._decode))
 
 
 def _said(duration_s: float) -> str:

@@ -141,7 +141,8 @@ class PublishedPolicy(ABC):
             prefill=choice.worker.id, queue_s=prediction.queue_s, transfer_s=prediction.transfer_s,
             prefill_s=prediction.prefill_s, own_blocks=choice.own_blocks,
             fetched_blocks=choice.hit_blocks - choice.own_blocks)]
-        reasons.decode = self._decode_candidates(view, decode)
+        decode_candidates = self._decode_candidates(view, decode)
+        reasons = Reasons(ask, self._policy, now, decode=decode_candidates)
         rejection = self._admission.check(ask, prediction, usable, self._policy, reasons, candidates, now=now)
         if rejection is not None:
             return rejection
@@ -153,7 +154,7 @@ class PublishedPolicy(ABC):
             hit_tokens=choice.hit_blocks * view.block_tokens,
             predicted_queue_s=prediction.queue_s, predicted_transfer_s=prediction.transfer_s,
             predicted_prefill_s=prediction.prefill_s, predicted_tbt_s=prediction.tbt_s, candidates=candidates,
-            decode_candidates=reasons.decode)
+            decode_candidates=decode_candidates)
 
     def _decode_candidates(self, view: View, chosen: Worker) -> list[DecodeCandidate]:
         """The chosen one, then those with the shortest predicted steps."""
