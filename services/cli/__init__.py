@@ -166,7 +166,7 @@ def advise(json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
 @app.command(rich_help_panel=_ASK, epilog="Example: moonbus workers --nats-url nats://10.0.0.1:4222")
 def workers(nats_url: NatsUrl = None, data_dir: DataDir = None) -> None:
     """List the workers as a conductor sees them."""
-    from services.cli.tables import workers as run
+    from services.cli.workers import workers as run
 
     run(nats_url, data_dir)
 

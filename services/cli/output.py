@@ -18,7 +18,6 @@ from shared.units import format_seconds
 __all__ = ["compact_table", "console", "format_age", "name_column", "notes", "number_column", "print_json"]
 
 
-
 class _Console(Console):
     """As wide as its terminal, or as COLUMNS says; else without bound."""
 

@@ -23,15 +23,15 @@ class ServeCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from rich.markup import escape
-        from rich.table import Column, Table
 
-        from services.cli.output import console
+        from services.cli.output import compact_table, console, name_column
 
         super().format_help(ctx, formatter)
         service = str(self.name)
-        table = Table("setting", Column("meaning, variable and default", overflow="fold"), box=None, pad_edge=False,
-                      title=f"Settings of {service}", title_justify="left")
-        for field in describe(settings_type(service), service):
+        fields = list(describe(settings_type(service), service))
+        table = compact_table(name_column("setting", max(len(field.name) for field in fields)),
+                              "meaning, variable and default", title=f"Settings of {service}")
+        for field in fields:
             several = isinstance(field.default, (list, tuple))
             default = ",".join(map(str, field.default)) if several else str(field.default)
             table.add_row(f"[bold]{field.name}[/]\n[dim]{field.kind}[/]",

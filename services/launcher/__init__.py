@@ -10,5 +10,5 @@ as a cluster does.
 * ``embedded``: NATS and Postgres from their wheels.
 * ``state``: the file by which other commands find a running stack.
 * ``stack``: all of it as one context manager.
-* ``status``: what a person sees. ``demo``: ``moonbus demo``. ``tables``: those of both, and of the command line.
+* ``status``: what a person sees. ``demo``: ``moonbus demo``. ``tables``: those of the demo and of other commands.
 """

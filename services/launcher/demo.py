@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +30,7 @@ from services.launcher.spans import read_trace, span_tree
 from services.launcher.stack import Stack, run
 from services.launcher.status import StartDisplay
 from services.launcher.supervise import StackFailed
+from services.launcher.tables import compact_table
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats import NatsBus
 from shared.bus.subjects import DONE, LINEAGE, TOKENS, WORKERS
@@ -243,8 +243,7 @@ async def _tapping(bus: Bus) -> AsyncIterator[Tap]:
 
 def _table(cold: Answer, warm: Answer, moved: Answer) -> Table:
     answers = (cold, warm, moved)
-    table = Table("", "cold", "warm, same worker", "warm, by transfer", box=box.SIMPLE_HEAD, pad_edge=False,
-                  title="One document, three questions", title_justify="left")
+    table = compact_table("", "cold", "warm, same worker", "warm, by transfer", title="One document, three questions")
 
     def row(name: str, value: Callable[[Answer], str]) -> None:
         table.add_row(name, *(value(answer) for answer in answers))

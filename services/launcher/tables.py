@@ -1,4 +1,5 @@
-"""Tables that show all they have in whatever room there is: those of the command line and of the demo."""
+"""Tables that show all they have in whatever room there is, for commands that show a cluster, help on settings and the
+demo. (Benchmarks and simulations have plain ones.)"""
 
 from __future__ import annotations
 

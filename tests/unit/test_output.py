@@ -11,11 +11,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli import kv_show, tables
+from services.cli import kv_show
 from services.cli.advise import advise
 from services.cli.explain import explain
 from services.cli.output import _Console, compact_table, name_column, number_column
+from services.cli.workers import report, workers
+from services.launcher import demo
 from shared import messages
+from tests.support.command import moonbus
 from tests.support.golden import sample
 
 WIDTHS = (20, 40, 80, 132)
@@ -84,7 +87,7 @@ def test_workers_of_an_elastic_stack_fit_into_eighty_columns() -> None:
         spec=msgspec.structs.replace(one.hello.spec, model="smollm2-135m"))
     load = msgspec.structs.replace(one.load, free_blocks=187_483, draining=False)
     worker = msgspec.structs.replace(one, hello=hello, load=load, state="alive", now="prefill", waiting_s=0.0)
-    shown = printed(80, tables.report(msgspec.structs.replace(told, workers=[worker])))
+    shown = printed(80, report(msgspec.structs.replace(told, workers=[worker])))
     assert "187483/187483" in shown and len([line for line in shown.splitlines() if "prefill-1" in line]) == 1
     assert "─" in shown, "a table, not row by row"
 
@@ -96,7 +99,7 @@ def reply(name: str) -> Any:
 
 
 ASKED = {
-    "workers": (tables.workers, "WorkersReply", {}), "advise": (advise, "WorkersReply", {"json": False}),
+    "workers": (workers, "WorkersReply", {}), "advise": (advise, "WorkersReply", {"json": False}),
     "ls": (kv_show.blocks, "BlocksReply", {"json": False, "limit": 9, "worker": "", "tenant": "", "order": "hot",
                                            "everything": True}),
     "lineage": (lambda *where, **options: kv_show.lineage("01", *where, **options), "LineageReply", {
@@ -120,10 +123,29 @@ ASKED = {
 def test_no_command_cuts_what_it_shows(name: str, width: int, monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture[str]) -> None:
     command, kind, options = ASKED[name]
-    for module in ("tables", "advise", "kv_show", "explain"):
+    for module in ("workers", "advise", "kv_show", "explain"):
         monkeypatch.setattr(sys.modules[f"services.cli.{module}"], "ask", lambda *_, **__: reply(kind), raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
     command(None, None, **options)
     out = capsys.readouterr().out
     assert out.strip() and "…" not in out.replace("… ", "")
     assert all(len(line) <= width for line in out.splitlines())
+
+
+@every_width
+def test_nothing_is_cut_of_the_settings_in_a_service_s_help(width: int, monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    moonbus("serve", "gateway", "--help")
+    _, _, shown = capsys.readouterr().out.partition("Settings of gateway")
+    assert "ttft_slo_s" in shown and "…" not in shown
+    assert all(len(line) <= width for line in shown.splitlines())
+
+
+@every_width
+def test_nothing_is_cut_of_what_the_demo_compares(width: int) -> None:
+    answer = demo.Answer(request="r", text="", ttft_s=0.123, prompt_tokens=1234, cached_tokens=1216, trace="",
+                         prefill="prefill-of-a-long-name", decode="decode-of-a-long-name", stages=messages.Stages())
+    shown = printed(width, demo._table(answer, answer, answer))
+    assert shown.count("123.0 ms") == 3 and "…" not in shown
+    assert all(len(line) <= width for line in shown.splitlines())

@@ -9,11 +9,7 @@ from rich.table import Table
 from services.cli.find import ask, settings
 from services.cli.output import compact_table, console, name_column, number_column
 from shared.bus.subjects import WORKERS
-from shared.messages import (
-    WorkersQuery,
-    WorkersReply,
-    WorkerState,
-)
+from shared.messages import WorkersQuery, WorkersReply, WorkerState
 from shared.units import format_seconds
 
 _STATE_COLOURS = {"alive": "green", "draining": "cyan", "suspect": "yellow", "dead": "red"}
