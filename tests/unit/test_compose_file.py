@@ -108,3 +108,12 @@ def test_nats_takes_messages_as_large_as_the_embedded_one() -> None:
     from services.launcher.embedded import NATS_MAX_PAYLOAD
 
     assert f"max_payload: {NATS_MAX_PAYLOAD}\n" in COMPOSE["configs"]["nats"]["content"]
+
+
+def test_prometheus_scrapes_everybody_who_has_metrics() -> None:
+    (job,) = yaml.safe_load((ROOT / "shared/telemetry/observability/prometheus.yaml").read_text())["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    ports = {name: int(service["environment"]["MOONBUS_ADMIN_PORT"]) for name, service in OURS.items()
+             if "MOONBUS_ADMIN_PORT" in service["environment"]}
+    assert set(found["names"]) == set(ports) == {*SERVING, *OPTIONAL}
+    assert set(ports.values()) == {found["port"]}
