@@ -26,20 +26,23 @@ BASE = ROOT / "deploy" / "kubernetes"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((BASE / "kustomization.yaml").read_text())
 MANIFESTS: list[dict[str, Any]] = [
     one for name in KUSTOMIZATION["resources"] for one in yaml.safe_load_all((BASE / name).read_text())]
-KINDS = {"Namespace": "v1", "Service": "v1", "StatefulSet": "apps/v1", "Deployment": "apps/v1", "Job": "batch/v1"}
+KINDS = {"Namespace": "v1", "Service": "v1", "StatefulSet": "apps/v1", "Deployment": "apps/v1", "Job": "batch/v1",
+         "PodDisruptionBudget": "policy/v1"}
 FIELDS = {
     "Service": {"selector", "ports", "clusterIP"},
     "StatefulSet": {"serviceName", "replicas", "selector", "template", "podManagementPolicy", "volumeClaimTemplates"},
     "Deployment": {"replicas", "selector", "template"},
     "Job": {"backoffLimit", "ttlSecondsAfterFinished", "template"},
+    "PodDisruptionBudget": {"minAvailable", "selector"},
 }
 POD_FIELDS = {"automountServiceAccountToken", "enableServiceLinks", "terminationGracePeriodSeconds", "securityContext",
-              "initContainers", "containers", "volumes", "restartPolicy"}
+              "initContainers", "containers", "volumes", "restartPolicy", "topologySpreadConstraints"}
 CONTAINER_FIELDS = {"name", "image", "imagePullPolicy", "command", "args", "env", "envFrom", "ports", "lifecycle",
                     "startupProbe", "readinessProbe", "livenessProbe", "resources", "securityContext", "volumeMounts"}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 PROBE_FIELDS = {"httpGet", "exec", "tcpSocket", "periodSeconds", "timeoutSeconds", "failureThreshold"}
-WORKLOADS = {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] not in ("Namespace", "Service")}
+WORKLOADS = {one["metadata"]["name"]: one for one in MANIFESTS if "template" in one.get("spec", ())}
+BUDGETS = {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == "PodDisruptionBudget"}
 DOORS = {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == "Service"}
 SERVING = ("gateway", "conductor", "store-manager", "prefill", "decode", "store")
 OURS = (*SERVING, "migrate")
@@ -159,6 +162,27 @@ def test_one_place_says_how_many_there_are() -> None:
     assert counts["prefill"] == SERVICES["prefill"]["deploy"]["replicas"]
     assert counts["decode"] == SERVICES["decode"]["deploy"]["replicas"]
     assert counts["store"] == 0 and SERVICES["store"]["profiles"] == ["store"], "it comes when wanted"
+
+
+def test_neither_a_node_that_dies_nor_one_that_is_drained_takes_all_that_answer_requests() -> None:
+    assert set(BUDGETS) == {"gateway", "conductor"}
+    counts = {one["name"]: one["count"] for one in KUSTOMIZATION["replicas"]}
+    for name, budget in BUDGETS.items():
+        labels = WORKLOADS[name]["spec"]["template"]["metadata"]["labels"]
+        assert budget["spec"]["selector"]["matchLabels"] == labels
+        assert budget["spec"]["minAvailable"] < counts[name], "or no node could ever be drained"
+        (spread,) = pod(name)["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == labels and spread["topologyKey"] == "kubernetes.io/hostname"
+        assert spread["whenUnsatisfiable"] == "ScheduleAnyway", "one node is enough to try it"
+
+
+def test_postgres_has_room_for_what_its_processes_share() -> None:
+    words = " ".join(main("postgres")["args"])
+    most = parse_bytes(re.search(r"maintenance_work_mem=(\d+)MB", words)[1] + "MiB")  # type: ignore[index]
+    (shared,) = [one["emptyDir"] for one in pod("postgres")["volumes"] if one["name"] == "shm"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in main("postgres")["volumeMounts"] and shared["medium"] == "Memory"
+    assert parse_bytes(shared["sizeLimit"] + "B") >= 2 * most
+    assert parse_bytes(SERVICES["postgres"]["shm_size"].replace("mb", "MiB")) == parse_bytes(shared["sizeLimit"] + "B")
 
 
 @every_workload
