@@ -65,7 +65,7 @@ def localised(command: list[str]) -> list[str]:
 
 def environment(service: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
     """The container's environment with names and paths replaced by what stands for them ``here``."""
-    env = {name: interpolate(value) for name, value in service["environment"].items()}
+    env = {name: interpolate(value) for name, value in service["environment"].items() if value is not None}
     for name, value in env.items():
         for theirs, ours in here.items():
             value = value.replace(theirs, ours)

@@ -28,6 +28,11 @@ def interpolate(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
+def passed(name: str) -> dict[str, str]:
+    """The environment of a service when nothing is set outside: what is listed without a value stays unset."""
+    return {key: interpolate(value) for key, value in SERVICES[name]["environment"].items() if value is not None}
+
+
 def test_valid_by_the_specification() -> None:
     vendored = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
     schema = json.loads(vendored.read_text())
@@ -41,13 +46,12 @@ def test_the_five_services_are_there_with_two_workers_of_each_kind() -> None:
 
 @every_serving
 def test_each_setting_it_passes_exists_and_is_well_formed(name: str) -> None:
-    environment = {key: interpolate(value) for key, value in SERVICES[name]["environment"].items()}
     kind = settings_type(name)
     own = f"MOONBUS_{name.upper().replace('-', '_')}_"
     known = {field.name for field in describe(kind, name)}
-    for key in environment:
+    for key in SERVICES[name]["environment"]:
         assert key.removeprefix(own if key.startswith(own) else "MOONBUS_").lower() in known, key
-    settings = load(kind, name, env=environment)
+    settings = load(kind, name, env=passed(name))
     assert settings.nats_url == "nats://nats:4222"
 
 
@@ -117,3 +121,13 @@ def test_prometheus_scrapes_everybody_who_has_metrics() -> None:
              if "MOONBUS_ADMIN_PORT" in service["environment"]}
     assert set(found["names"]) == set(ports) == {*SERVING, *OPTIONAL}
     assert set(ports.values()) == {found["port"]}
+
+
+def test_what_an_operator_chooses_comes_from_outside() -> None:
+    """Who places, who is turned away and what is promised; an empty value would not be an unset one."""
+    for name, chosen in (("conductor", {"placement", "admission", "ttft_slo_s", "tbt_slo_s", "max_queue_s"}),
+                         ("gateway", {"api_keys", "priorities"})):
+        prefix = f"MOONBUS_{name.upper()}_"
+        listed = {key.removeprefix(prefix).lower() for key, value in SERVICES[name]["environment"].items()
+                  if key.startswith(prefix) and value is None}
+        assert chosen <= listed <= {field.name for field in describe(settings_type(name), name)}

@@ -19,7 +19,7 @@ from services.launcher.embedded import NATS_MAX_PAYLOAD
 from shared.lifecycle import END_S, Lifecycle, _AdminServer
 from shared.settings import CommonSettings, describe, load
 from shared.units import parse_bytes
-from tests.unit.test_compose_file import COMPOSE, SERVICES, interpolate
+from tests.unit.test_compose_file import COMPOSE, SERVICES, interpolate, passed
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "deploy" / "kubernetes"
@@ -205,7 +205,7 @@ def test_settings_exist_and_are_those_of_the_compose_file(name: str) -> None:
     for key in environment(main(name), name).keys() - CONFIGS["moonbus"].keys() - KNOWN_HERE:
         assert key.removeprefix(own if key.startswith(own) else "MOONBUS_").lower() in known, key
     here = settings_of(name)
-    there = load(kind, name, env={key: interpolate(value) for key, value in SERVICES[name]["environment"].items()})
+    there = load(kind, name, env=passed(name))
     if hasattr(here, "worker_id"):
         here, there = (msgspec.structs.replace(one, worker_id="") for one in (here, there))
     assert here == there
