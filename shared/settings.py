@@ -38,6 +38,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What every service takes."""
 
     nats_url: Annotated[str, Meta(description="NATS server, as nats://host:port.")] = "nats://127.0.0.1:4222"
+    nats_wait_s: Annotated[float, Meta(description="Longest wait for NATS at the start; later it is waited for without end.", gt=0, extra=SECONDS)] = 5.0
     nats_credentials: Annotated[str, Meta(description="Path of a NATS credentials file; empty for none.")] = ""
     cache_dir: Annotated[str, Meta(description="Directory of downloaded and converted models; empty for the user's cache.")] = ""
     admin_host: Annotated[str, Meta(description="Address of the admin HTTP port (/health, /ready, /metrics).")] = "127.0.0.1"

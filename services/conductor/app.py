@@ -28,7 +28,8 @@ def main(overrides: Mapping[str, Any]) -> int:
         placer = make_policy(settings.placement, settings.admission, conductor, policy, seed=seed)
         machine = Conductor(conductor, Subjects(), policy, seed=seed, placer=placer,
                             published="" if settings.placement == OURS else settings.placement)
-        async with NatsBus.connect(settings.nats_url, name=conductor, credentials=settings.nats_credentials) as bus:
+        async with NatsBus.connect(settings.nats_url, name=conductor, credentials=settings.nats_credentials,
+                                   wait_s=settings.nats_wait_s) as bus:
             async with ConductorShell(machine, bus, SystemClock()).open():
                 lifecycle.ready()
                 await lifecycle.stopping.wait()

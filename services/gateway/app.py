@@ -38,7 +38,8 @@ def main(overrides: Mapping[str, Any]) -> int:
 
 async def _live(chosen: Settings, gateway_id: GatewayId, life: lifecycle.Lifecycle) -> None:
     name = f"gateway/{gateway_id}"
-    async with NatsBus.connect(chosen.nats_url, name=name, credentials=chosen.nats_credentials) as bus:
+    async with NatsBus.connect(chosen.nats_url, name=name, credentials=chosen.nats_credentials,
+                               wait_s=chosen.nats_wait_s) as bus:
         async with serve(chosen, bus, gateway_id=gateway_id) as (gateway, url):
             life.ready(url=url)
             await life.stopping.wait()

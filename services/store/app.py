@@ -26,7 +26,7 @@ def main(overrides: Mapping[str, Any]) -> int:
 
     async def body(lifecycle: Lifecycle) -> None:
         async with NatsBus.connect(settings.nats_url, name=settings.worker_id,
-                                   credentials=settings.nats_credentials) as bus:
+                                   credentials=settings.nats_credentials, wait_s=settings.nats_wait_s) as bus:
             shell = StoreShell(settings, bus, SystemClock())
             async with shell.open() as failed:
                 lifecycle.ready(worker=settings.worker_id)

@@ -36,7 +36,8 @@ def main(overrides: Mapping[str, Any]) -> int:
     async def body(lifecycle: Lifecycle) -> None:
         async with (
             connect(settings.postgres_url, connections=DATABASE_CONNECTIONS) as database,
-            NatsBus.connect(settings.nats_url, name=name, credentials=settings.nats_credentials) as bus,
+            NatsBus.connect(settings.nats_url, name=name, credentials=settings.nats_credentials,
+                            wait_s=settings.nats_wait_s) as bus,
         ):
             await require_schema(database)
             await bus.ensure(STREAMS, (consumer,))

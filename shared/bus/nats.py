@@ -34,7 +34,7 @@ from shared.telemetry import metrics, tracing
 _log = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
-"""Longest time the first connection may take; later ones are tried for ever."""
+"""Longest time the first connection may take unless the caller says otherwise; later ones are tried for ever."""
 PING_S = 2.0
 """A server that misses two pings is taken for gone: a broken network shows within three of these."""
 OUTBOUND_BYTES = 32 * 2**20
@@ -69,16 +69,17 @@ class NatsBus:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str, *, name: str, credentials: str = "") -> AsyncIterator[NatsBus]:
+    async def connect(cls, url: str, *, name: str, credentials: str = "",
+                      wait_s: float = CONNECT_S) -> AsyncIterator[NatsBus]:
         """Opens a bus on the server at ``url`` (several, comma separated), shown there as ``name``.
 
-        Raises ``Unavailable`` when nothing answers within ``CONNECT_S``, and later, out of the ``async with`` body,
+        Raises ``Unavailable`` when nothing answers within ``wait_s`` seconds, and later, out of the ``async with`` body,
         when the server sends us away for good (its permission was taken back): a bus that is silently dead is worse
         than a service that stops.
         """
         bus = cls(url)
         bus._owner = asyncio.current_task()
-        await bus._open(name, credentials)
+        await bus._open(name, credentials, wait_s)
         callbacks = asyncio.create_task(bus._run_callbacks(), name="bus reconnect callbacks")
         try:
             yield bus
@@ -290,9 +291,9 @@ class NatsBus:
         """Most bytes one message may have, as the server says."""
         return self._client.max_payload
 
-    async def _open(self, name: str, credentials: str) -> None:
+    async def _open(self, name: str, credentials: str, wait_s: float) -> None:
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(wait_s):
                 await self._client.connect(
                     servers=[part.strip() for part in self._url.split(",")],
                     name=name,

@@ -92,7 +92,8 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
                            f"room for at least {_FEWEST_BLOCKS} blocks of {format_bytes(spec.block_bytes)}")
     clock = SystemClock()
     async with (
-        NatsBus.connect(settings.nats_url, name=worker, credentials=settings.nats_credentials) as bus,
+        NatsBus.connect(settings.nats_url, name=worker, credentials=settings.nats_credentials,
+                        wait_s=settings.nats_wait_s) as bus,
         TransferEngine.open(worker=worker, incarnation=incarnation, settings=settings.transfer) as transfer,
     ):
         segment = transfer.register(SEGMENT, num_blocks * spec.block_bytes)

@@ -19,6 +19,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from services.launcher.embedded import nats_server as run_nats_server
+from services.launcher.ports import free_port
 from shared import messages as m
 from shared.bus.bus import Bus, Delivery
 from shared.bus.memory import MemoryBus
@@ -661,6 +662,19 @@ async def test_no_server_is_one_clear_line() -> None:
     with pytest.raises(Unavailable, match=r"cannot reach NATS at nats://127\.0\.0\.1:1 .*moonbus up.*MOONBUS_NATS_URL"):
         async with NatsBus.connect("nats://127.0.0.1:1", name="test"):
             pass
+
+
+async def test_a_server_that_comes_within_the_wait_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port("127.0.0.1")
+
+    async def connect() -> bool:
+        async with NatsBus.connect(f"nats://127.0.0.1:{port}", name="test", wait_s=60.0) as bus:
+            return bus.connected
+
+    connecting = asyncio.create_task(connect())
+    await eventually(lambda: "bus_error" in caplog.text, "it was tried in vain")
+    async with run_nats_server(tmp_path / "nats", port=port):
+        assert await connecting
 
 
 async def test_a_bus_that_is_sent_away_for_good_ends_its_service(tmp_path: Path) -> None:

@@ -267,6 +267,16 @@ def test_names_in_urls_are_services() -> None:
 
 
 @every_serving
+def test_a_pod_waits_for_nats_and_is_not_killed_for_it(name: str) -> None:
+    """``/health`` answers meanwhile; a worker is given until it is ready, with its model loaded after the wait."""
+    assert settings_of(name).nats_wait_s >= 60.0
+    probe = main(name)["startupProbe"]
+    if probe["httpGet"]["path"] == "/ready":
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= 2 * settings_of(name).nats_wait_s
+    assert main(name)["livenessProbe"]["httpGet"]["path"] == "/health"
+
+
+@every_serving
 def test_there_is_time_to_drain(name: str) -> None:
     before = main(name).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
     assert pod(name)["terminationGracePeriodSeconds"] >= int(before[1]) + settings_of(name).drain_s + END_S
