@@ -18,7 +18,7 @@ from load.cachesim import show
 from load.cachesim.grid import BELADY, LRU, Cell, Result, cells_of, run
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Source
 from shared.errors import UserError
-from shared.files import write_file
+from shared.files import check_file, write_file
 from shared.store.policies import POLICIES
 
 
@@ -52,8 +52,8 @@ def cache_sim(
     if plot is not None or html is not None:
         plots.require()
     for option, path in (("--json", json), ("--plot", plot), ("--html", html)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UserError(f"{option} {path} cannot be written; give a file in a folder that exists")
+        if path is not None:
+            check_file(option, path)
     sources = [Source(str(path), block_tokens, limit) for path in trace]
     for source in sources:
         source.read()  # all must be sound before hours are spent on one

@@ -6,7 +6,6 @@ A trace that cannot be read ends with exit code 2, before anything is written; o
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +56,7 @@ from load.sim.profile import read_profile
 from load.workload.traces import MOONCAKE_BLOCK_TOKENS, Source, TraceError
 from services.conductor.core.policies.registry import ADMISSIONS, OURS, POLICIES
 from shared.errors import UserError
-from shared.files import write_file
+from shared.files import check_file, check_folder, make_folder, write_file
 from shared.store import policies
 from shared.units import format_seconds, parse_seconds
 from shared.version import product_version
@@ -366,7 +365,7 @@ def fit_command(
     source = f"Fitted to {len(records)} requests of {info.trace} on {info.model}, {directory.name}."
     model = read_profile(like)
     profile, fits = fit_profile(records, model, name=to.stem, source=source)
-    to.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(to.parent)
     write_file(to, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
     grid = Grid("model", "observations", "median error")
     for one in fits:
@@ -507,27 +506,16 @@ def _directory(out: Path | None, what: str, json: Path | None, *, resume: bool =
     if resume and out is not None and not (out / _RUNS).is_dir():
         raise UserError(f"--resume: {out / _RUNS} is no folder, so there is nothing to go on with; leave --resume out "
                         "to begin anew")
-    if json is not None:
-        if json.is_dir():
-            raise UserError(f"--json {json}: that is a folder; give the path of a file")
-        _check_folder("--json", json.parent)
-    if out is not None:
-        _check_folder("--out", out)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return out or Path("load/results") / f"sim-{what.replace(' ', '_').replace(',', '')}-{stamp}"
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise UserError(f"{option}: {there} is no folder, so nothing can be written to {folder}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{option}: {there} cannot be written to; give another place")
+    directory = out or Path("load/results") / f"sim-{what.replace(' ', '_').replace(',', '')}-{stamp}"
+    check_folder("--out", directory)
+    if json is not None and json.parent.absolute() != directory.absolute():  # that one is made when it is written
+        check_file("--json", json)
+    return directory
 
 
 def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | None) -> None:
-    """Writes everything, then shows the tables."""
-    write(directory, page, data, json=json)
+    """Shows the tables and writes everything; what was computed is shown also where it cannot be written."""
     console = Console()
     for table in page.tables:
         if len(table.rows) > 1 and len(table.heads) > _MOST_COLUMNS:
@@ -535,6 +523,7 @@ def _finish(directory: Path, page: Page, data: Mapping[str, Any], json: Path | N
         _show(console, table)
         if table.note:
             console.print(table.note, highlight=False)
+    write(directory, page, data, json=json)
     console.print(f"report: {directory / PAGE_FILE}", soft_wrap=True, highlight=False)
 
 

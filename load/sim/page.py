@@ -14,7 +14,8 @@ from typing import Any
 import jinja2
 import msgspec
 
-from shared.files import write_file
+from shared.errors import UserError
+from shared.files import make_folder, write_file
 
 PAGE_FILE, JSON_FILE = "report.html", "result.json"
 
@@ -55,12 +56,22 @@ class Page:
 
 
 def write(directory: Path, page: Page, data: Mapping[str, Any], *, json: Path | None) -> None:
-    """Everything into ``directory``, the JSON also to ``json``."""
+    """Everything into ``directory``, which is made, the JSON also to ``json``.
+
+    What can be written is, also where other things cannot; then raises the first :class:`UserError`.
+    """
     encoded = msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
     files = {directory / PAGE_FILE: page.html().encode(), directory / JSON_FILE: encoded}
     files |= {directory / "figures" / f"{name}.png": png for name, (_, png) in page.figures.items()}
     if json is not None:
         files[json] = encoded
+    errors = []
     for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
+        try:
+            if path != json:
+                make_folder(path.parent)
+            write_file(path, content)
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from shared.errors import UserError
-from shared.files import write_file
+from shared.files import check_file, check_folder, write_file
 
 
 def test_a_file_is_made_and_replaced(tmp_path: Path) -> None:
@@ -58,3 +61,62 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot be written \(.+\); give another path"):
             write_file(path, b"x")
     assert list(tmp_path.iterdir()) == [circle]
+
+
+_WRITES = "import sys; from pathlib import Path; from shared.files import check_file, write_file; " \
+          "print('before'); check_file('--json', Path(sys.argv[1])); write_file(Path(sys.argv[1]), b'numbers\\n'); " \
+          "print('after')"
+
+
+@pytest.mark.parametrize("place", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_is_a_pipe_that_is_written_to(place: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _WRITES, place], stdout=subprocess.PIPE, check=True, timeout=60)
+    assert done.stdout.split() == [b"before", b"numbers", b"after"]
+
+
+def test_standard_output_that_is_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+    for place in ("/dev/stdout", str(tmp_path / "out")):
+        with (tmp_path / "out").open("wb") as file:
+            subprocess.run([sys.executable, "-c", _WRITES, place], stdout=file, check=True, timeout=60)
+        assert (tmp_path / "out").read_bytes().split() == [b"before", b"numbers", b"after"]
+
+
+def test_a_pipe_of_another_descriptor_is_written_to() -> None:
+    """As ``>(cat)`` of a shell."""
+    out, into = os.pipe()
+    check_file("--json", Path(f"/dev/fd/{into}"))
+    write_file(Path(f"/dev/fd/{into}"), b"through")
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        assert pipe.read() == b"through"
+
+
+def test_a_file_that_could_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.write_bytes(b"kept")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("before", "new", "pipe"):
+        check_file("--json", tmp_path / name)
+    assert before.read_bytes() == b"kept" and {path.name for path in tmp_path.iterdir()} == {"before", "pipe"}
+
+
+def test_a_file_that_cannot_be_written_is_said_before(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for path, said in ((tmp_path, "that is a folder"), (tmp_path / "no" / "x", f"there is no folder {tmp_path / 'no'}"),
+                       (tmp_path / "file" / "x", "file is no folder"), (circle, "("), (Path("/proc/x"), "(")):
+        with pytest.raises(UserError, match=re.escape(f"--json {path} cannot be written")) as error:
+            check_file("--json", path)
+        assert said in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "circle"}
+
+
+def test_a_folder_that_could_be_made_is_not_there_afterwards(tmp_path: Path) -> None:
+    check_folder("--out", tmp_path)
+    check_folder("--out", tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "a", Path("/proc/x/y")):
+        with pytest.raises(UserError, match=f"--out: nothing can be written to {path} "):
+            check_folder("--out", path)

@@ -61,8 +61,12 @@ def test_the_page_names_every_option_that_is_not_the_usual_one(tmp_path: Path) -
 @pytest.mark.parametrize(("arguments", "said"), [
     (["compare", "--resume"], "--resume: say with --out FOLDER"),
     (["knee", "--resume", "--out", "OUT"], "--resume: OUT/runs is no folder"),
-    (["compare", "--json", "THERE"], "--json THERE: that is a folder"),
-    (["run", "--json", "THERE/t.jsonl/n.json"], "--json: THERE/t.jsonl is no folder")])
+    (["compare", "--json", "THERE"], "--json THERE cannot be written: that is a folder"),
+    (["run", "--json", "OUT/deep/n.json"], "--json OUT/deep/n.json cannot be written: there is no folder OUT/deep"),
+    (["knee", "--json", "/proc/n.json"], "--json /proc/n.json cannot be written ("),
+    (["run", "--out", "/proc/moonbus"], "--out: nothing can be written to /proc/moonbus ("),
+    (["compare", "--out", "THERE/t.jsonl"], "--out: nothing can be written to THERE/t.jsonl (Not a directory)"),
+    (["run", "--json", "THERE/t.jsonl/n.json"], "cannot be written: THERE/t.jsonl is no folder")])
 def test_where_to_write_is_looked_at_first(arguments: list[str], said: str, tmp_path: Path) -> None:
     def placed(text: str) -> str:
         return text.replace("OUT", str(tmp_path / "out")).replace("THERE", str(tmp_path))
@@ -70,7 +74,19 @@ def test_where_to_write_is_looked_at_first(arguments: list[str], said: str, tmp_
     result = CliRunner().invoke(app, [
         *map(placed, arguments), "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10"])
     assert isinstance(result.exception, UserError) and placed(said) in str(result.exception)
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+@pytest.mark.parametrize("json_to", ["full", "out/figures"])
+def test_what_was_computed_is_shown_also_where_it_cannot_be_written(json_to: str, tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    result = CliRunner().invoke(app, [
+        "run", "--trace", str(rows(tmp_path / "t.jsonl")), "--block-tokens", "10", "--prefill", "1", "--decode", "1",
+        "--profile", profile_file(tmp_path, quick()), "--json", str(tmp_path / json_to), "--out",
+        str(tmp_path / "out")])
+    assert isinstance(result.exception, UserError) and f"{json_to} cannot be written (" in str(result.exception)
+    assert "inside both" in result.stdout and "report:" not in result.stdout
+    assert (tmp_path / "out" / "report.html").exists() and (tmp_path / "out" / "figures" / "latency.png").exists()
 
 
 def test_a_malformed_line_is_named_with_exit_code_2_and_nothing_is_written(tmp_path: Path) -> None:
