@@ -1,7 +1,7 @@
 """The numbers of many workers side by side, so that a decision looks at all of them with a few array operations.
 
 A board is a copy: before each use, the rows of the workers that changed since are written again. What a cell means is
-defined by the worker's own formula beside the column (:class:`services.conductor.core.cluster.Worker`); a test holds
+defined by the worker's own formula beside the column (:class:`services.conductor.core.worker.Worker`); a test holds
 the two together.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.conductor.core import native
-from services.conductor.core.cluster import BEHIND_S, LATE_S, MARGIN_S, Worker
 from services.conductor.core.estimate import Costs
+from services.conductor.core.worker import BEHIND_S, LATE_S, MARGIN_S, Worker
 from shared.ids import WorkerId
 
 Column = npt.NDArray[np.float64]

@@ -40,13 +40,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.conductor.core.cluster import Cluster, Worker, beginning
+from services.conductor.core.answers import beginning
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.placement import Placer, Usable
 from services.conductor.core.policies.base import PlacementPolicy
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Fingerprint, Match, PrefixIndex, fingerprints, prints_of
 from services.conductor.core.promises import Promises
 from services.conductor.core.roles import Advice, Roles, in_line
+from services.conductor.core.worker import Worker
 from shared.errors import Bug
 from shared.ids import ConductorId, RequestId, SpecDigest, WorkerId
 from shared.kv import KEY_BYTES, Tier

@@ -36,13 +36,15 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from services.conductor.core.answers import beginning
 from services.conductor.core.board import Column, DecodeBoard, Mask, PrefillBoard
-from services.conductor.core.cluster import DOUBT, Cluster, Worker, beginning
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
 from services.conductor.core.survey import BESIDE, Prompt, Survey, take_survey
+from services.conductor.core.worker import DOUBT, Worker
 from shared.ids import ConductorId, HostId, SpecDigest, WorkerId
 from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
 

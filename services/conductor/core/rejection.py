@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.conductor.core.cluster import DOUBT, Worker, beginning
+from services.conductor.core.answers import beginning
 from services.conductor.core.policy import Policy
+from services.conductor.core.worker import DOUBT, Worker
 from shared.messages import Candidate, DecodeCandidate, PlaceRequest, Rejection, RejectionCode
 
 _SHORTEST_S, _LONGEST_S = 0.2, 60.0

@@ -62,7 +62,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.conductor.core.cluster import Worker
+from services.conductor.core.worker import Worker
 from shared.ids import WorkerId
 
 

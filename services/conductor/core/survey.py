@@ -13,9 +13,9 @@ import numpy as np
 
 from services.conductor.core import native
 from services.conductor.core.board import Column, Mask, PrefillBoard
-from services.conductor.core.cluster import BEHIND_S, LATE_S, MARGIN_S
 from services.conductor.core.estimate import Costs
 from services.conductor.core.policy import Policy
+from services.conductor.core.worker import BEHIND_S, LATE_S, MARGIN_S
 from shared.ids import WorkerId
 
 BESIDE = 0.25

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.conductor.core.answers import Answers, beginning
 from services.conductor.core.board import DecodeBoard, PrefillBoard
-from services.conductor.core.cluster import Answers, Cluster, Worker, beginning
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.machine import Conductor
+from services.conductor.core.worker import Worker
 from shared.ids import RequestId, WorkerId
 from shared.kv import pack_keys
 from shared.messages import Placement, Source

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.machine import Conductor
 from services.conductor.core.placement import Usable
 from services.conductor.core.policies import llmd_scorer, sglang_cache_aware
@@ -20,6 +20,7 @@ from services.conductor.core.policies.dynamo_kv import prefill_cost
 from services.conductor.core.policies.registry import PUBLISHED, make_policy
 from services.conductor.core.policy import Policy
 from services.conductor.core.rejection import Reasons
+from services.conductor.core.worker import Worker
 from shared.errors import UserError
 from shared.ids import ConductorId, RequestId, WorkerId
 from shared.messages import Bye, Placement, PlaceRequest, Progress, Rejection

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.conductor.core.cluster import BEHIND_S, Worker
 from services.conductor.core.machine import Conductor
+from services.conductor.core.worker import BEHIND_S, Worker
 from shared.ids import WorkerId
 from shared.messages import Placement, Profile, Rejection
 from shared.order import FCFS, SRPT, Order

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.core.cluster import Cluster, Job, Worker
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.machine import Conductor
 from services.conductor.core.policies.registry import make_policy
 from services.conductor.core.policy import Policy
 from services.conductor.core.roles import Roles, Rules, balanced, in_line
+from services.conductor.core.worker import Job, Worker
 from shared.ids import ConductorId, RequestId, SpecDigest, WorkerId
 from shared.messages import Hello, Placed, Placement, Rejection
 from tests.support.playbook import Playbook, after

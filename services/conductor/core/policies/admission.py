@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.conductor.core.cluster import Worker
 from services.conductor.core.placement import Usable
 from services.conductor.core.policy import Policy
 from services.conductor.core.rejection import Reasons
+from services.conductor.core.worker import Worker
 from shared.ids import RequestId
 from shared.messages import Candidate, PlaceRequest, Rejection
 

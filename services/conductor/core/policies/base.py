@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from services.conductor.core.cluster import Cluster, Worker
+from services.conductor.core.cluster import Cluster
 from services.conductor.core.placement import Usable
 from services.conductor.core.policies.admission import Admission, Prediction
 from services.conductor.core.policy import Policy
 from services.conductor.core.prefix_index import Match
 from services.conductor.core.rejection import Reasons
+from services.conductor.core.worker import Worker
 from shared.ids import ConductorId, WorkerId
 from shared.messages import Candidate, DecodeCandidate, Placement, PlaceRequest, Rejection, Source
 

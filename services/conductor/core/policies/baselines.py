@@ -6,8 +6,8 @@ Mooncake paper's "load balancing" and for routing by longest match as its public
 
 from __future__ import annotations
 
-from services.conductor.core.cluster import Worker
 from services.conductor.core.policies.base import Choice, PublishedPolicy, View
+from services.conductor.core.worker import Worker
 
 
 class Random(PublishedPolicy):

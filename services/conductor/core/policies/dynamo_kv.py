@@ -12,8 +12,8 @@ decode blocks and the request's. Our workers' caches are in host memory: credit 
 
 from __future__ import annotations
 
-from services.conductor.core.cluster import Worker
 from services.conductor.core.policies.base import Choice, PublishedPolicy, View
+from services.conductor.core.worker import Worker
 
 PREFILL_LOAD_SCALE = 1.0
 HOST_CREDIT = 0.75

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.conductor.core.cluster import Worker
 from services.conductor.core.policies.base import Choice, PublishedPolicy, View
+from services.conductor.core.worker import Worker
 
 PREFIX_WEIGHT, KV_WEIGHT, QUEUE_WEIGHT = 3.0, 2.0, 2.0
 HOST_TIER = 0.8

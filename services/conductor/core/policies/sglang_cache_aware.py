@@ -11,8 +11,8 @@ In disaggregated serving decode workers get the power of two choices by load.
 
 from __future__ import annotations
 
-from services.conductor.core.cluster import Worker
 from services.conductor.core.policies.base import Choice, PublishedPolicy, View
+from services.conductor.core.worker import Worker
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABSOLUTE = 64
