@@ -73,7 +73,7 @@ class NatsBus:
                       wait_s: float = CONNECT_S) -> AsyncIterator[NatsBus]:
         """Opens a bus on the server at ``url`` (several, comma separated), shown there as ``name``.
 
-        Raises ``Unavailable`` when nothing answers within ``wait_s`` seconds, and later, out of the ``async with`` body,
+        Raises ``Unavailable`` when nothing answers within ``wait_s`` seconds, and later, out of the ``async with``,
         when the server sends us away for good (its permission was taken back): a bus that is silently dead is worse
         than a service that stops.
         """
