@@ -17,6 +17,7 @@ import msgspec
 from services.cli import doctor_conductor, doctor_transfer
 from services.cli.findings import Finding, Verdict, judge
 from services.cli.output import console
+from services.launcher.checks import wrong_settings
 from services.launcher.plan import LEAST_POOL_BYTES
 from services.launcher.resources import measure
 from services.launcher.settings import Settings
@@ -76,6 +77,7 @@ def sections(settings: Settings) -> Iterator[tuple[str, Iterator[Finding]]]:
 def _stack(settings: Settings, running: StackState | None) -> Iterator[Finding]:
     yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
     yield from _packages()
+    yield from examine_settings(settings)
     yield doctor_conductor.compiled()
     if running is not None:
         yield Finding("ok", "stack", f"runs in {settings.data_path()} (pid {running.pid}), {running.gateway_url}")
@@ -100,6 +102,14 @@ def _packages() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             verdict: Verdict = "warn" if extra == "load" else "fail"
             yield Finding(verdict, package, f"not installed; {purpose} needs it", f"pip install 'moonbus[{extra}]'")
+
+
+def examine_settings(settings: Settings) -> Iterator[Finding]:
+    """What the services that ``moonbus up`` would start take from the environment and the settings file."""
+    wrong = wrong_settings(settings)
+    yield from (Finding("fail", "settings", str(error)) for error in wrong)
+    if not wrong:
+        yield Finding("ok", "settings", "each service takes those that it would get")
 
 
 def _port(settings: Settings) -> Finding:

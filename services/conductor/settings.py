@@ -6,8 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from services.conductor.core.policies.registry import ADMISSIONS, OURS, PUBLISHED
+from services.conductor.core.policies.registry import ADMISSIONS, OURS, PUBLISHED, make_policy
 from services.conductor.core.policy import Policy
+from shared.ids import ConductorId
 from shared.settings import BYTES, SECONDS, CommonSettings
 
 
@@ -50,6 +51,10 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
         description="Time after the start when requests are placed even if some worker has not told its blocks.",
         ge=0, extra=SECONDS)] = 3.0
     seed: Annotated[int, Meta(description="Seed of the choice among equals; -1 for a random one.", ge=-1)] = -1
+
+    def check(self) -> None:
+        """Raises :class:`UserError` for a policy or an admission that nobody has."""
+        make_policy(self.placement, self.admission, ConductorId("checked"), self.policy(), seed=0)
 
     def policy(self) -> Policy:
         """The numbers the core decides by."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from shared import lifecycle, settings
 from shared.bus.bus import Bus
 from shared.bus.nats import NatsBus
 from shared.clock import SystemClock
-from shared.errors import SettingError
 from shared.ids import GatewayId, fresh
 
 _log = logging.getLogger(__name__)
@@ -32,7 +30,8 @@ DRAIN_SHARE = 0.7
 def main(overrides: Mapping[str, Any]) -> int:
     """Runs a gateway until it is told to stop; returns the process's exit code."""
     chosen = settings.load(Settings, "gateway", overrides=overrides)
-    gateway_id = _gateway_id(chosen)
+    chosen.check()
+    gateway_id = GatewayId(chosen.gateway_id or fresh("gateway", 4))
     return lifecycle.run("gateway", gateway_id, chosen, lambda life: _live(chosen, gateway_id, life))
 
 
@@ -80,9 +79,3 @@ class _Server(lifecycle.HttpServer):
         super().__init__(uvicorn.Config(
             api, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             timeout_keep_alive=KEEPALIVE_S, timeout_graceful_shutdown=1))
-
-
-def _gateway_id(chosen: Settings) -> GatewayId:
-    if chosen.gateway_id and not re.fullmatch(r"[A-Za-z0-9_-]+", chosen.gateway_id):
-        raise SettingError("gateway_id", chosen.gateway_id, "letters, digits, - and _")
-    return GatewayId(chosen.gateway_id or fresh("gateway", 4))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from msgspec import Meta
 
+from services.gateway.core.priority import Priority, priorities
+from shared.errors import SettingError
 from shared.settings import BYTES, SECONDS, CommonSettings
 
 
@@ -58,3 +61,9 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
                                           gt=0, extra=SECONDS)] = 60.0
     keepalive_comment_s: Annotated[float, Meta(description=(
         "Silence after which a stream gets an SSE comment, so that proxies keep it open."), gt=0, extra=SECONDS)] = 15.0
+
+    def check(self) -> None:
+        """Raises :class:`SettingError` for what can be known to be wrong before anything is opened."""
+        if self.gateway_id and not re.fullmatch(r"[A-Za-z0-9_-]+", self.gateway_id):
+            raise SettingError("gateway_id", self.gateway_id, "letters, digits, - and _")
+        priorities(self.priorities, usual=Priority(head_start_s=0.0, ttft_slo_s=None, tbt_slo_s=None))

@@ -5,6 +5,7 @@ It talks to them as anybody would (environment in, ready line out, bus and HTTP)
 as a cluster does.
 
 * ``plan``: pure; settings and what the machine has → units, in order.
+* ``checks``: the settings of what would be started, before it is.
 * ``resources``: what the machine has.
 * ``supervise``: starts units, waits until they are ready, restarts what crashed, stops in reverse.
 * ``embedded``: NATS and Postgres from their wheels.

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from services.launcher import embedded, state
+from services.launcher.checks import wrong_settings
 from services.launcher.plan import plan_stack
 from services.launcher.ports import free_port
 from services.launcher.resources import measure
@@ -66,9 +67,12 @@ class Stack:
 def run(settings: Settings, body: Callable[[Stack], Awaitable[int]], *, watcher: Watcher) -> int | None:
     """Runs ``body`` on a fresh stack and stops it again: ``body``'s result, ``None`` when a signal ended it.
 
-    Raises :class:`UserError` when the stack cannot start or an essential part of it is gone for good.
+    Raises :class:`UserError` when a service would refuse its settings, before anything is started, and when the stack
+    cannot start or an essential part of it is gone for good.
     """
     with state.owning(settings.data_path()):
+        for wrong in wrong_settings(settings):
+            raise wrong
         if not settings.trace_file:  # a file the user named is the user's to keep short
             rotate(settings.trace_path)
         settings = msgspec.structs.replace(settings, port=check_port(settings.host, settings.port))

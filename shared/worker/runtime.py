@@ -80,9 +80,7 @@ async def open_worker(settings: WorkerSettings, role: Role, *, files: Files | No
     ``files``: what the SSD tier's files are opened with, for tests.
     """
     worker = WorkerId(settings.worker_id)
-    if settings.chunk_tokens % settings.block_tokens:
-        raise SettingError("chunk_tokens", settings.chunk_tokens,
-                           f"a multiple of block_tokens, which is {settings.block_tokens}")
+    await asyncio.to_thread(check, settings)
     incarnation = Incarnation(fresh())
     model = await asyncio.to_thread(resolve, settings.model, settings.cache_path())
     spec = cache_spec(model, dtype=settings.dtype, block_tokens=settings.block_tokens)
@@ -142,6 +140,9 @@ def check(settings: StoreSettings) -> None:
     """Raises :class:`SettingError` for what can be known to be wrong before anything is opened."""
     if settings.cache_policy not in POLICIES:
         raise SettingError("cache_policy", settings.cache_policy, f"one of {', '.join(POLICIES)}")
+    if isinstance(settings, WorkerSettings) and settings.chunk_tokens % settings.block_tokens:
+        raise SettingError("chunk_tokens", settings.chunk_tokens,
+                           f"a multiple of block_tokens, which is {settings.block_tokens}")
     if settings.ssd.dir:
         check_directory(settings.ssd.dir)
 
