@@ -33,6 +33,16 @@ AGING = 0.05
 """Of ``aged``, unless given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
+_MOST_S = 30 * 86_400.0
+"""Over which a trace may be slowed down; a trace's own gap may be no longer either."""
+_MOST_CONDUCTORS = 64
+_MOST_NODES = 4096
+_NOT_COUPLED = ("elastic", "pipeline", "nic_gbps", "dram_tokens", "ssd_tokens", "admission", "queue", "conductors",
+                "message_delay_s", "faults")
+"""Options that coupled instances know nothing of."""
+_COUPLED_ONLY = ("prefix_cache", "chunk_tokens")
+_OPTION = {"faults": "--fault", "message_delay_s": "--message-delay"}
+"""{field of the options: its option} where they have other names."""
 _STRETCH = re.compile(r"(?P<base>[^+]+)\+\s*(?P<stretch>[0-9]+(?:\.[0-9]*)?)\s*x")
 
 Progress = Callable[[int, int], None]
@@ -234,10 +244,24 @@ def check(options: RunOptions, trace: Trace) -> NodeProfile:
     if options.admission not in ADMISSIONS:
         raise UserError(f"there is no admission {options.admission}; there are {', '.join(ADMISSIONS)}")
     order_of(options)
-    if options.coupled:
-        if options.faults:
-            raise UserError("--fault: coupled instances have no faults; leave out --coupled or --fault")
-    else:
+    slowed_s = trace.duration_s * options.repeat / options.rate_scale
+    if options.rate_scale < 1 and slowed_s > _MOST_S:
+        raise UserError(f"--rate-scale {options.rate_scale:g}: the last request of {trace.name} would come after "
+                        f"{slowed_s / 86_400:,.4g} days, more than {_MOST_S / 86_400:.0f}; give a higher rate")
+    for name, most in (("prefill", _MOST_NODES), ("decode", _MOST_NODES), ("coupled", _MOST_NODES),
+                       ("conductors", _MOST_CONDUCTORS)):
+        if getattr(options, name) > most:
+            raise UserError(f"--{name} is {getattr(options, name)}; at most {most:,} are simulated")
+    usual = RunOptions()
+    ignored = _NOT_COUPLED if options.coupled else _COUPLED_ONLY
+    for name in ignored:
+        value, option = getattr(options, name), _OPTION.get(name, f"--{name.replace('_', '-')}")
+        if value == getattr(usual, name) or value is False:
+            continue
+        if options.coupled:
+            raise UserError(f"{option}: coupled instances have none of that; leave out --coupled or {option}")
+        raise UserError(f"{option} is of coupled instances; say with --coupled how many there are, or leave it out")
+    if not options.coupled:
         check_possible(_cluster_options(options, trace, profile))
         nodes = node_names(options.prefill // options.pipeline, options.decode)
         for fault in options.faults:

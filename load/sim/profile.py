@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -156,8 +158,22 @@ def read_profile(name: str) -> NodeProfile:
     return profile
 
 
+def _numbers(raw: bytes) -> dict[str, float]:
+    """Fields that are numbers with a point, NaN and infinities, which JSON does not have, among them."""
+    try:
+        fields = json.loads(raw)
+    except ValueError:
+        return {}
+    if not isinstance(fields, dict):
+        return {}
+    return {name: value for name, value in fields.items() if isinstance(value, float)}
+
+
 def _why(raw: bytes, error: msgspec.DecodeError) -> str:
     """What is wrong, with the field's name and value where it is a field."""
+    for name, value in _numbers(raw).items():
+        if not math.isfinite(value):
+            return f"{name} is {value}: expected a number"
     expected, _, field = str(error).partition(" - at `$.")
     field = field.removesuffix("`")
     if not field:

@@ -177,7 +177,17 @@ def test_a_conductor_tells_the_blocks_of_repetitions_apart(tmp_path: Path) -> No
     ({"profile": "h9000"}, "there is no profile h9000; there are a800-llama3-70b"),
     ({"faults": (parse_fault("crash:prefill-9@3"),)},
      "fault crash names node prefill-9; there are prefill-1, prefill-2, decode-1, decode-2$"),
-    ({"coupled": 2, "faults": (parse_fault("crash:prefill-1@3"),)}, "--fault: coupled instances have no faults"),
+    ({"coupled": 2, "faults": (parse_fault("crash:prefill-1@3"),)}, "--fault: coupled instances have none of that"),
+    ({"coupled": 2, "elastic": True}, "--elastic: coupled instances have none of that; leave out --coupled"),
+    ({"coupled": 2, "pipeline": 2}, "--pipeline: coupled instances"),
+    ({"coupled": 2, "dram_tokens": 0}, "--dram-tokens: coupled instances"),
+    ({"coupled": 2, "message_delay_s": 1.0}, "--message-delay: coupled instances"),
+    ({"chunk_tokens": 512}, "--chunk-tokens is of coupled instances; say with --coupled how many"),
+    ({"prefix_cache": True}, "--prefix-cache is of coupled instances"),
+    ({"rate_scale": 1e-300}, "--rate-scale 1e-300: the last request of .* days, more than 30; give a higher rate"),
+    ({"rate_scale": 1e-9}, "days, more than 30"),
+    ({"conductors": 500}, "--conductors is 500; at most 64"),
+    ({"decode": 10**9}, "--decode is 1000000000; at most 4,096"),
 ])
 def test_what_cannot_be_is_refused_with_the_numbers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message.replace("-", "[-]")):
@@ -193,6 +203,8 @@ def test_what_cannot_be_is_refused_with_the_numbers(changes: dict[str, Any], mes
     ({"prefill_per_token_s": 0, "prefill_per_token2_s": 0}, "prefill_per_token_s and prefill_per_token2_s are both 0"),
     ({"decode_fixed_s": 0, "decode_per_request_s": 0}, "a decode step must take time"),
     ({"wings": 2}, "wings"),
+    ({"weights_bytes": float("nan")}, "weights_bytes is nan: expected a number"),
+    ({"vram_bytes": float("inf")}, "vram_bytes is inf: expected a number"),
 ])
 def test_a_profile_that_cannot_be_is_refused_with_field_and_value(changes: dict[str, Any], message: str,
                                                                   tmp_path: Path) -> None:
