@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from load.sim.experiment import Result
 
 _SIZE_IN = (7.2, 3.2)
 _DPI = 130
+_FEWEST_TICKS = 4
+_LEADING = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7), tuple(range(1, 10)), tuple(i / 10 for i in range(10, 100, 2)),
+            tuple(i / 10 for i in range(10, 100)))
+"""Leading digits of the numbers on a logarithmic axis, from the fewest on."""
 
 _Array = npt.NDArray[np.float64]
 
@@ -32,9 +37,7 @@ def distributions(runs: Mapping[str, tuple[Sequence[float] | _Array, Sequence[fl
                 one.step(np.maximum(values, 1e-3), shares, where="post", label=name)
     for one, title in zip(axes, ("TTFT, s", "TBT, s"), strict=True):
         one.set_xscale("log")
-        one.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        one.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-        one.tick_params(axis="x", which="minor", labelsize=6)
+        _label(one.xaxis)
         one.set_xlabel(title)
         one.set_ylim(0, 1.02)
     axes[0].set_ylabel("share of requests")
@@ -50,6 +53,7 @@ def over_rate(rates: Sequence[float], series: Mapping[str, Sequence[float | None
     for name, values in series.items():
         axes.plot(rates, np.array(values, dtype=float), marker="o", markersize=3, linewidth=1.2, label=name)
     axes.set_yscale("log")
+    _label(axes.yaxis)
     axes.set_xticks(rates, [f"{rate:g}x" for rate in rates])
     axes.set_xlabel("times the trace's rate")
     axes.set_ylabel("mean TTFT, s")
@@ -100,6 +104,8 @@ def lengths(result: Result) -> bytes:
     axes.plot(table[order, 2], table[order, 5], color="C3", linewidth=1, label="bound")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    _label(axes.xaxis)
+    _label(axes.yaxis)
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("TTFT, s")
     axes.legend(frameon=False, fontsize=7)
@@ -133,6 +139,27 @@ def _figure(*, columns: int = 1, size_in: tuple[float, float] = _SIZE_IN,
         one.spines[["top", "right"]].set_visible(False)
         one.tick_params(labelsize=7)
     return figure, axes
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between ``low`` and ``high`` for a logarithmic axis: as few as can be, but four where there
+    are so many of two digits."""
+    ticks: list[float] = []
+    for digits in _LEADING:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [value for decade in decades for digit in digits
+                 if low <= (value := float(f"{digit}e{decade}")) <= high]
+        if len(ticks) >= _FEWEST_TICKS:
+            break
+    return ticks
+
+
+def _label(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, when all is drawn. (By itself it labels powers of ten only.)"""
+    low, high = axis.get_view_interval()
+    ticks = log_ticks(low, high)
+    axis.set_ticks(ticks, [f"{value:g}" if value < 1e3 else f"{value / 1e3:g}k" for value in ticks])
+    axis.set_ticks([], minor=True)
 
 
 def _png(figure: Any) -> bytes:
