@@ -76,23 +76,24 @@ app = typer.Typer(help="Simulate a cluster on a trace, with the conductor that r
 
 Traces = Annotated[list[Path], typer.Option("--trace", help="Mooncake JSON-lines trace, or an Azure CSV (no reuse); "
                                                             "again for more.")]
-BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens a hash id of the trace stands for.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")]
+BlockTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens a hash id of the trace stands for.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N requests.")]
 PrefillNodes = Annotated[int, typer.Option("--prefill", help="Prefill nodes.")]
 DecodeNodes = Annotated[int, typer.Option("--decode", help="Decode nodes.")]
-Coupled = Annotated[int, typer.Option(min=0, help="Instances that do both, instead of prefill and decode nodes.")]
+Coupled = Annotated[int, typer.Option(min=0, metavar="N", help="Instances that do both, instead of prefill and decode "
+                                                               "nodes.")]
 PrefixCache = Annotated[bool, typer.Option("--prefix-cache", help="Coupled instances reuse prefixes.")]
-ChunkTokens = Annotated[int, typer.Option(min=0, help="Coupled instances prefill in chunks of so many tokens; "
-                                                      "0: whole prompts first.")]
+ChunkTokens = Annotated[int, typer.Option(min=0, metavar="N", help="Coupled instances prefill in chunks of so many "
+                                                                   "tokens; 0: whole prompts first.")]
 Pipeline = Annotated[int, typer.Option(help="Prefill nodes that work as one, each chunk of a prompt passing through "
                                             "all of them.")]
 Elastic = Annotated[bool | None, typer.Option("--elastic/--no-elastic", help=(
     f"Nodes prefill or decode as the load needs; on for {OURS}, which alone can."), show_default=False)]
 ProfileName = Annotated[str, typer.Option("--profile", help="What a node costs and holds: a name or a .json file.")]
 NicGbps = Annotated[float | None, typer.Option(help="Network of a node, each way; the profile's unless given.")]
-DramTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of KV a prefill node's DRAM caches; the "
-                                                            "profile's unless given.")]
-SsdTokens = Annotated[int, typer.Option(min=0, help="Tokens of KV on a prefill node's SSD.")]
+DramTokens = Annotated[int | None, typer.Option(min=0, metavar="N", help="Tokens of KV a prefill node's DRAM caches; "
+                                                                         "the profile's unless given.")]
+SsdTokens = Annotated[int, typer.Option(min=0, metavar="N", help="Tokens of KV on a prefill node's SSD.")]
 CachePolicy = Annotated[str, typer.Option(help=f"What leaves a full cache first: {', '.join(policies.POLICIES)}.")]
 PolicyName = Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")]
 AdmissionName = Annotated[str, typer.Option("--admission", help=(
@@ -106,15 +107,15 @@ TtftSlo = Annotated[str, typer.Option(help="Bound on TTFT: like 30s, or 1s+3x fo
 TbtSlo = Annotated[str, typer.Option(help="Bound on TBT, like 100ms.")]
 Conductors = Annotated[int, typer.Option(help="Conductors that share the requests.")]
 MessageDelay = Annotated[str, typer.Option(help="Time a message takes.")]
-Jobs = Annotated[int, typer.Option(min=0, help="Processes; one a core if 0.")]
+Jobs = Annotated[int, typer.Option(min=0, metavar="N", help="Processes; one a core if 0.")]
 Resume = Annotated[bool, typer.Option("--resume", help=(
     "Take the runs that an interrupted command of this version left in --out, and make those that are missing."))]
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn: same seed, same decisions.")]
 Seeds = Annotated[list[int] | None, typer.Option("--seed", help="Of everything that is drawn; again for more, 0 unless "
                                                                 "given.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file too.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for page, figures and numbers; "
-                                               "load/results/sim-<what>-<time> unless given.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for page, figures and numbers; unless given "
+                                               "sim-<what>-<time> in load/results.")]
 
 _P = ParamSpec("_P")
 
@@ -145,11 +146,12 @@ def run_command(
     dram_tokens: DramTokens = None, ssd_tokens: SsdTokens = 0, cache_policy: CachePolicy = policies.DEFAULT,
     policy: PolicyName = OURS, admission: AdmissionName = "none", queue: Queue = "", rate_scale: RateScale = 1.0,
     ttft_slo: TtftSlo = "30s", tbt_slo: TbtSlo = "100ms",
-    repeat: Annotated[int, typer.Option(min=1, help="The trace so many times, each time with fresh ids.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="The trace so many times, each time with fresh "
+                                                                 "ids.")] = 1,
     conductors: Conductors = 1, message_delay: MessageDelay = "500us",
     fault: Annotated[list[str] | None, typer.Option(
-        help="What goes wrong, like crash:prefill-2@100-160, slow:prefill-3@100-400x2.5, cut:decode-1@50-60, "
-             "lose:all@100-200x0.02; again for more.")] = None,
+        metavar="FAULT", help="What goes wrong, like crash:prefill-2@100-160, slow:prefill-3@100-400x2.5, "
+                              "cut:decode-1@50-60, lose:all@100-200x0.02; again for more.")] = None,
     seed: Seed = 0, json: Json = None, out: Out = None,
 ) -> None:
     """Simulate one run and report it.
@@ -248,7 +250,8 @@ def compare_command(
 def knee_command(
     trace: Traces,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="Again for more; ours unless given.")] = None,
-    good: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of requests inside both bounds.")] = GOOD_SHARE,
+    good: Annotated[float, typer.Option(min=0.01, max=1.0, metavar="SHARE", help=(
+        "Share of requests inside both bounds."))] = GOOD_SHARE,
     block_tokens: BlockTokens = MOONCAKE_BLOCK_TOKENS, limit: Limit = None, prefill: PrefillNodes = 8,
     decode: DecodeNodes = 8, coupled: Coupled = 0, prefix_cache: PrefixCache = False, chunk_tokens: ChunkTokens = 0,
     pipeline: Pipeline = 1, elastic: Elastic = None, profile: ProfileName = "a800-llama3-70b",
@@ -340,10 +343,14 @@ def paper_command(
     directory = _directory(out, "paper", json)
     console = Console(stderr=True, highlight=False)
     runs = paper.Paper(reads, RunOptions(profile=profile, seed=seed), console.print)
-    page = Page(title="Published and simulated", facts=[("profile", profile), ("seed", str(seed)), _made()])
-    data: dict[str, object] = {}
+    page = Page(title="Published and simulated", facts=[("profile", profile), ("seed", str(seed))])
+    if limit is not None:
+        page.title = f"{page.title}, of the first {limit} requests"
+        page.facts.append(("limit", f"the first {limit} requests of each trace; published is what whole ones brought"))
+    page.facts.append(_made())
+    data: dict[str, object] = {"options": {"profile": profile, "seed": seed, "limit": limit}}
     for name in part or paper.PARTS:
-        outcome = runs.run(name)
+        outcome = runs.run(name).told(paper.unusual(name, runs.base, limit))
         page.tables += outcome.tables
         page.figures |= outcome.figures
         data |= outcome.data

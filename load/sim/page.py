@@ -40,7 +40,7 @@ class Page:
     """One command's outcome."""
 
     title: str
-    facts: Sequence[tuple[str, str]] = ()
+    facts: list[tuple[str, str]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     #: {file name without .png: (caption, PNG)}
     figures: dict[str, tuple[str, bytes]] = field(default_factory=dict)

@@ -65,12 +65,34 @@ class Outcome:
     figures: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     data: dict[str, object] = field(default_factory=dict)
 
+    def told(self, unusual: Sequence[str]) -> Outcome:
+        """The same; the titles of tables and the captions of figures say what is unusual about it."""
+        def with_it(text: str) -> str:
+            return f"{text} ({', '.join(unusual)})" if unusual else text
+
+        return Outcome([replace(table, title=with_it(table.title)) for table in self.tables],
+                       {name: (with_it(caption), png) for name, (caption, png) in self.figures.items()}, self.data)
+
+
+def unusual(part: str, options: RunOptions, limit: int | None) -> list[str]:
+    """What of ``part`` is simulated in another way than that whose figures the documentation has; of each trace the
+    first ``limit`` requests, where the part is of a trace."""
+    usual, said = RunOptions(), []
+    if limit is not None and part != "grid":
+        said.append(f"simulated: only the first {limit} requests")
+    said += [f"{name} {getattr(options, name)}" for name in ("profile", "seed")
+             if getattr(options, name) != getattr(usual, name)]
+    return said
+
 
 class Paper:
-    """Runs the parts; a run that two parts need is made once. ``tell`` takes what is being run, for a person."""
+    """Runs the parts; a run that two parts need is made once.
+
+    ``base`` are the options that all have, ``tell`` takes what is being run, for a person.
+    """
 
     def __init__(self, traces: Mapping[str, Trace], base: RunOptions, tell: Callable[[str], None]) -> None:
-        self._traces, self._base, self._tell = traces, base, tell
+        self.base, self._traces, self._tell = base, traces, tell
         self._results: dict[tuple[str, RunOptions], Result] = {}
 
     def run(self, part: str) -> Outcome:
@@ -83,7 +105,7 @@ class Paper:
     def _simulate(self, trace: str, **changes: object) -> Result:
         if changes.get("policy") != OURS:
             changes.setdefault("cache_policy", Lru.name)
-        options = replace(self._base, **changes)  # type: ignore[arg-type]
+        options = replace(self.base, **changes)  # type: ignore[arg-type]
         key = (trace, options)
         if key not in self._results:
             what = options.policy if not options.coupled else "coupled"
@@ -191,12 +213,12 @@ class Paper:
     def _grid(self) -> Outcome:
         """Long contexts: 3 prefill nodes and 1 decode node against 4 instances."""
         rows, data = [], {}
-        profile = read_profile(self._base.profile)
+        profile = read_profile(self.base.profile)
         for thousands, (published, published_vllm) in _GRID.items():
             trace = grid_trace(thousands * 1000)
             alone_s = profile.prefill_s(thousands * 1000)
             # the report's bounds: ten and five times the values at the lowest load
-            base = replace(self._base, ttft_slo=f"{10 * alone_s:.3f}s", tbt_slo_s=5 * 0.0275, rate_scale=1.0)
+            base = replace(self.base, ttft_slo=f"{10 * alone_s:.3f}s", tbt_slo_s=5 * 0.0275, rate_scale=1.0)
             rates = []
             runs: tuple[dict[str, object], ...] = (
                 {"prefill": 3, "decode": 1, "policy": _THEIRS}, {"coupled": 4, "policy": _THEIRS},
@@ -258,8 +280,8 @@ class Paper:
                                             ("by prediction", _THEIRS, "early_prediction"), ("moonbus", OURS, "slo")):
                 self._tell(f"figure 9, {prefill} + {decode}: {name}")
                 result = results[name] = simulate(replace(trace, arrivals=arrivals), replace(
-                    self._base, policy=policy, admission=admission, prefill=prefill, decode=decode, rate_scale=rate,
-                    repeat=repeat, cache_policy=self._base.cache_policy if policy == OURS else Lru.name))
+                    self.base, policy=policy, admission=admission, prefill=prefill, decode=decode, rate_scale=rate,
+                    repeat=repeat, cache_policy=self.base.cache_policy if policy == OURS else Lru.name))
                 curve = np.array([sample for sample in result.curve if sample.at_s <= _FIG9_S])
                 swing = np.std(curve[:, 3:], axis=0)
                 rows.append((f"{prefill} + {decode} at {rate:g}x", name,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from load.sim import paper
 from load.sim.cli import _show, app, label
+from load.sim.experiment import RunOptions
 from load.sim.page import Table
 from shared.errors import UserError
 from tests.unit.sim.builders import profile_file, quick
@@ -175,13 +176,31 @@ def test_paper_sets_published_and_simulated_side_by_side(tmp_path: Path, monkeyp
     result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), *parts, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, (result.output, result.exception)
     numbers = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert numbers.keys() == set(paper.PARTS) - {"grid"}
+    assert numbers.keys() == {"options", *paper.PARTS} - {"grid"}
+    assert numbers["options"] == {"profile": "a800-llama3-70b", "seed": 0, "limit": None}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "19.65" in page and "3589" in page
+    assert "19.65" in page and "3589" in page and "requests of each trace" not in page
     assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} >= {
         "fig5", "fig8", "fig10", *(f"slo-{name}" for name in paper.TRACES)}
+    result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), "--part", "fig5", "--limit", "3", "--seed",
+                                      "7", "--out", str(tmp_path / "few")])
+    assert result.exit_code == 0, (result.output, result.exception)
+    page = (tmp_path / "few" / "report.html").read_text()
+    assert "<td>limit</td><td>the first 3 requests of each trace; published is what whole ones brought</td>" in page
+    said = "(simulated: only the first 3 requests, seed 7)"
+    assert f"<figcaption>Figure 5: mean TTFT by scheduling {said}</figcaption>" in page
+    assert f"<h2>FAST&#39;25 figure 5: mean TTFT, s {said}</h2>" in page and said in " ".join(result.stdout.split())
+    assert json.loads((tmp_path / "few" / "result.json").read_text())["options"] == {
+        "profile": "a800-llama3-70b", "seed": 7, "limit": 3}
     result = CliRunner().invoke(app, ["paper", "--traces", str(tmp_path), "--part", "fig99"])
     assert isinstance(result.exception, UserError) and "there are fig5" in str(result.exception)
+
+
+def test_the_grid_is_of_no_trace_so_a_limit_is_nothing_to_it() -> None:
+    options = RunOptions(profile="h100.json")
+    assert paper.unusual("grid", options, 9) == ["profile h100.json"]
+    assert paper.unusual("fig9", options, 9) == ["simulated: only the first 9 requests", "profile h100.json"]
+    assert paper.unusual("slo", RunOptions(), None) == []
 
 
 def test_the_grid_of_long_contexts_has_half_of_each_prompt_shared() -> None:
@@ -205,3 +224,10 @@ def test_a_table_is_shown_in_the_room_there_is(width: int, said: str) -> None:
 
 def test_the_stand_in_is_called_one() -> None:
     assert "stand-in" in label("toolagent_like") and label("conversation_trace") == "conversation_trace"
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "knee", "paper", "fit"])
+def test_nothing_is_cut_of_the_help_in_80_columns(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0 and "--out" in result.output + "--out" * (command == "fit")
+    assert "…" not in result.output and max(map(len, result.output.splitlines())) <= 80
