@@ -33,8 +33,10 @@ AGING = 0.05
 """Of ``aged``, unless given as in ``aged:0.1``: a prompt that waits 20 s longer may take 1 s more of computing."""
 _SAMPLE_S = 5.0
 _PROGRESS_REQUESTS = 100
-_MOST_S = 30 * 86_400.0
-"""Over which a trace may be slowed down; a trace's own gap may be no longer either."""
+_SLOWEST, _SLOWED_S = 0.125, 86_400.0
+"""A trace may be slowed down to this rate, or to last so long: idle virtual time costs real time too."""
+_MOST_GAP_S = 30 * 86_400.0
+"""Between two requests, as in a trace itself."""
 _MOST_CONDUCTORS = 64
 _MOST_NODES = 4096
 _NOT_COUPLED = ("elastic", "pipeline", "nic_gbps", "dram_tokens", "ssd_tokens", "admission", "queue", "conductors",
@@ -244,10 +246,7 @@ def check(options: RunOptions, trace: Trace) -> NodeProfile:
     if options.admission not in ADMISSIONS:
         raise UserError(f"there is no admission {options.admission}; there are {', '.join(ADMISSIONS)}")
     order_of(options)
-    slowed_s = trace.duration_s * options.repeat / options.rate_scale
-    if options.rate_scale < 1 and slowed_s > _MOST_S:
-        raise UserError(f"--rate-scale {options.rate_scale:g}: the last request of {trace.name} would come after "
-                        f"{slowed_s / 86_400:,.4g} days, more than {_MOST_S / 86_400:.0f}; give a higher rate")
+    _check_rate(options, trace)
     for name, most in (("prefill", _MOST_NODES), ("decode", _MOST_NODES), ("coupled", _MOST_NODES),
                        ("conductors", _MOST_CONDUCTORS)):
         if getattr(options, name) > most:
@@ -272,6 +271,23 @@ def check(options: RunOptions, trace: Trace) -> NodeProfile:
         raise UserError(f"request {longest.index} of {trace.name} needs {needed} tokens of KV; a node of profile "
                         f"{profile.name} has accelerator memory for {profile.vram_tokens}")
     return profile
+
+
+def _check_rate(options: RunOptions, trace: Trace) -> None:
+    """Raises :class:`UserError` where the rate makes a run that hardly ends."""
+    as_it_is_s = trace.duration_s * options.repeat
+    slowed_s = as_it_is_s / options.rate_scale
+    lowest = min(_SLOWEST, as_it_is_s / _SLOWED_S)
+    if options.rate_scale < lowest:
+        raise UserError(f"--rate-scale {options.rate_scale:g}: the last request of {trace.name} would come after "
+                        f"{slowed_s / 86_400:,.3g} days; give at least {lowest * 1.01:.3g}")
+    if options.rate_scale < 1 and slowed_s > _MOST_GAP_S:
+        gap_s = max(after.at_s - before.at_s for before, after in itertools.pairwise(trace.arrivals)) \
+            / options.rate_scale
+        if gap_s > _MOST_GAP_S:
+            raise UserError(f"--rate-scale {options.rate_scale:g}: two requests of {trace.name} would be "
+                            f"{gap_s / 86_400:,.3g} days apart, more than {_MOST_GAP_S / 86_400:.0f}; give a higher "
+                            "rate")
 
 
 def _cluster_options(options: RunOptions, trace: Trace, profile: NodeProfile) -> ClusterOptions:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load.sim.experiment import RunOptions, _jobs, simulate
+from load.sim.experiment import RunOptions, _jobs, check, simulate
 from load.sim.faults import Fault, parse_fault
 from load.sim.many import find_knee
 from load.sim.profile import read_profile
@@ -184,14 +184,28 @@ def test_a_conductor_tells_the_blocks_of_repetitions_apart(tmp_path: Path) -> No
     ({"coupled": 2, "message_delay_s": 1.0}, "--message-delay: coupled instances"),
     ({"chunk_tokens": 512}, "--chunk-tokens is of coupled instances; say with --coupled how many"),
     ({"prefix_cache": True}, "--prefix-cache is of coupled instances"),
-    ({"rate_scale": 1e-300}, "--rate-scale 1e-300: the last request of .* days, more than 30; give a higher rate"),
-    ({"rate_scale": 1e-9}, "days, more than 30"),
+    ({"rate_scale": 1e-300}, "--rate-scale 1e-300: the last request of made would come after .* days; give at"),
+    ({"rate_scale": 1e-9}, "--rate-scale 1e-09: .* give at least"),
     ({"conductors": 500}, "--conductors is 500; at most 64"),
     ({"decode": 10**9}, "--decode is 1000000000; at most 4,096"),
 ])
 def test_what_cannot_be_is_refused_with_the_numbers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message.replace("-", "[-]")):
         simulate(busy(5), options(tmp_path, **changes))
+
+
+def test_a_trace_may_be_slowed_down_to_an_eighth_or_to_a_day(tmp_path: Path) -> None:
+    day_s = 86_400.0
+    for duration_s, least in ((10.0, 10.0 / day_s), (day_s, 0.125), (20 * day_s, 0.125)):
+        one = trace((0.0, 95, 4, ()), (duration_s / 2, 95, 4, ()), (duration_s, 95, 4, ()))
+        check(options(tmp_path, rate_scale=least if duration_s < day_s else 1.0), one)
+        with pytest.raises(UserError, match="would come after") as error:
+            check(options(tmp_path, rate_scale=least * 0.99), one)
+        said = float(str(error.value).rsplit(maxsplit=1)[1])
+        assert least <= said < 1.1 * least, "what it says is enough"
+    check(options(tmp_path, rate_scale=0.34), one)
+    with pytest.raises(UserError, match=r"two requests of made would be 33\.3 days apart, more than 30"):
+        check(options(tmp_path, rate_scale=0.3), one)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
