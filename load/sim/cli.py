@@ -167,7 +167,8 @@ def run_command(
         message_delay_s=_seconds("--message-delay", message_delay), seed=seed,
         faults=tuple(parse_fault(text) for text in fault or ()))
     plots.require()
-    read = Source(str(trace), block_tokens, limit).read()
+    source = Source(str(trace), block_tokens, limit)
+    read = source.read()
     check(options, read)
     directory = _directory(out, f"{read.name}-{_what(options)}", json)
     with _progress() as bar:
@@ -182,7 +183,7 @@ def run_command(
         "load": ("Load of the two pools over time", figures.load_curve(result)),
         "lengths": ("Time to first token by prompt length", figures.lengths(result)),
     }
-    _finish(directory, page, run_data(result), json)
+    _finish(directory, page, run_data(result, source), json)
 
 
 @_command("compare")
@@ -393,18 +394,19 @@ def label(name: str) -> str:
     return f"{name} (synthetic stand-in)" if name.startswith(_STAND_IN) else name
 
 
-def run_data(result: Result) -> dict[str, Any]:
+def run_data(result: Result, source: Source) -> dict[str, Any]:
     """One run as JSON: the summary's fields, and what was run."""
-    return _data(result.summary, result.trace, result.options)
+    return _data(result.summary, source, result.options)
 
 
 def ran_data(ran: Ran) -> dict[str, Any]:
     """The same of a run that was kept."""
-    return _data(ran.summary, ran.trace, ran.run.options)
+    return _data(ran.summary, ran.run.source, ran.run.options)
 
 
-def _data(summary: Summary, trace: str, options: RunOptions) -> dict[str, Any]:
-    return {**msgspec.to_builtins(summary), "trace": trace, "options": msgspec.to_builtins(options)}
+def _data(summary: Summary, source: Source, options: RunOptions) -> dict[str, Any]:
+    return {**msgspec.to_builtins(summary), "trace": source.name, "limit": source.limit,
+            "block_tokens": source.block_tokens, "options": msgspec.to_builtins(options)}
 
 
 def _mean(rans: Sequence[Ran], value: Callable[[Summary], float | None]) -> float | None:

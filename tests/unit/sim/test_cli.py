@@ -38,6 +38,7 @@ def test_run_leaves_page_figures_and_numbers(tmp_path: Path) -> None:
         "requests", "accepted", "rejected", "completed", "ttft_s", "tbt_s", "slo_share", "prompt_tokens", "hit_tokens",
         "transferred_bytes", "prefill_busy_s", "wasted_prefill_s", "sim_wall_s"}
     assert numbers["ttft_s"].keys() >= {"mean", "p50", "p90", "p99"} and numbers["tbt_s"].keys() >= {"mean", "p99"}
+    assert (numbers["trace"], numbers["limit"], numbers["block_tokens"]) == ("t", 10, 10)
     assert numbers["requests"] == numbers["completed"] == 10 and numbers["slo_share"] == 1.0
     assert numbers == json.loads((tmp_path / "out" / "result.json").read_text())
     for name in ("latency", "load", "lengths"):
