@@ -73,7 +73,7 @@ def load_curve(result: Result) -> bytes:
         counts, edges = np.histogram(turned_away, bins=60, range=(0, max(curve[-1, 0], 1)))
         right.stairs(counts, edges, color="C3", label=f"turned away per {edges[1]:.0f} s")
     right.set_ylabel("requests")
-    right.legend(frameon=False, fontsize=7)
+    right.legend(frameon=False, fontsize=7, loc="upper right")
     for axes in (left, right):
         axes.set_xlabel("time, s")
         axes.set_ylim(bottom=0)
@@ -91,7 +91,7 @@ def pool_loads(results: Mapping[str, Result], *, until_s: float) -> bytes:
         axes.set_xlabel("time, min")
         axes.set_ylim(bottom=0)
     panels[0].set_ylabel("load")
-    panels[0].legend(frameon=False, fontsize=7)
+    panels[0].legend(frameon=False, fontsize=7, loc="upper right")
     return _png(figure)
 
 
@@ -108,7 +108,7 @@ def lengths(result: Result) -> bytes:
     _label(axes.yaxis)
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("TTFT, s")
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="upper left")
     return _png(figure)
 
 

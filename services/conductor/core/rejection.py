@@ -73,10 +73,10 @@ class Reasons:
         return self._rejection("ttft", message, retry_after_s, candidates, late_s=late_s)
 
     def tbt(self, tbt_s: float, slo_s: float, worker: Worker, candidates: list[Candidate], *,
-            spare_s: float = 0.0) -> Rejection:
-        """Tokens would come too slowly; ``spare_s`` as in :meth:`no_room`."""
+            spare_s: float = 0.0, what: str = "the time between tokens is predicted as") -> Rejection:
+        """Tokens would come too slowly; ``spare_s`` as in :meth:`no_room`. ``what`` says what ``tbt_s`` is."""
         return self._rejection(
-            "tbt", f"the time between tokens is predicted as {_said(tbt_s)}, asked are {_said(slo_s)}",
+            "tbt", f"{what} {_said(tbt_s)}, asked are {_said(slo_s)}",
             worker.next_free_s(self._now), candidates, spare_s=spare_s if worker.batch() else 0.0)
 
     def _rejection(self, code: RejectionCode, message: str, retry_after_s: float,

@@ -14,7 +14,13 @@ from services.conductor.core.cluster import Cluster
 from services.conductor.core.machine import Conductor
 from services.conductor.core.placement import Usable
 from services.conductor.core.policies import llmd_scorer, sglang_cache_aware
-from services.conductor.core.policies.admission import EarlyRejection, PredictedRejection, Prediction
+from services.conductor.core.policies.admission import (
+    Admission,
+    Bounded,
+    EarlyRejection,
+    PredictedRejection,
+    Prediction,
+)
 from services.conductor.core.policies.base import View
 from services.conductor.core.policies.dynamo_kv import prefill_cost
 from services.conductor.core.policies.registry import PUBLISHED, make_policy
@@ -302,6 +308,23 @@ def test_early_rejection_sees_what_decodes_now_and_prediction_what_will() -> Non
     assert _step_s(predicted, scene, then_s=later, now=now) == batch(batch=2, context_tokens=300)
     # at 12 s the first has decoded for over 10 s
     assert _step_s(predicted, scene, then_s=12.0, now=now) == batch(batch=1, context_tokens=200)
+
+
+@pytest.mark.parametrize(("scheme", "says"), [
+    (Bounded(checks_tbt=True), "the time between tokens is predicted as 40 ms"),
+    (EarlyRejection(), "without this request, steps of the decode workers take on average {step}"),
+    (PredictedRejection(decode_s=10.0),
+     "without this request, steps of the decode workers are predicted to take on average {step}"),
+])
+def test_a_rejection_says_what_the_time_is_that_decided(scheme: Admission, says: str) -> None:
+    scene = Scene()
+    worker = scene.worker("d1")
+    prediction = Prediction(queue_s=0.0, transfer_s=0.0, prefill_s=0.1, tbt_s=0.04, decode=worker)
+    request = msgspec.structs.replace(ask(64), tbt_slo_s=0.001)
+    reasons = Reasons(request, Policy(), 0.0)
+    rejection = scheme.check(request, prediction, scene.usable(), Policy(), reasons, [], now=0.0)
+    step_s = worker.costs.step_s(batch=0, context_tokens=0)
+    assert rejection is not None and says.format(step=f"{step_s * 1e3:.3g} ms") in rejection.message
 
 
 @pytest.mark.parametrize("policy", PUBLISHED)

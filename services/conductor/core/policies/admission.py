@@ -96,6 +96,9 @@ class EarlyRejection(Admission):
     bound, mean over the workers; what is still being prefilled does not count, which makes the two pools oscillate.
     """
 
+    what = "without this request, steps of the decode workers take on average"
+    """What the time is that is compared with the bound."""
+
     def check(self, ask: PlaceRequest, prediction: Prediction, usable: Usable, policy: Policy, reasons: Reasons,
               candidates: list[Candidate], *, now: float) -> Rejection | None:
         """By the pools' loads."""
@@ -105,7 +108,7 @@ class EarlyRejection(Admission):
         if bounds.tbt_s is not None:
             tbt_s = _mean([self.step_s(worker, prediction, now) for worker in usable.decode])
             if tbt_s > bounds.tbt_s:
-                return reasons.tbt(tbt_s, bounds.tbt_s, prediction.decode, candidates)
+                return reasons.tbt(tbt_s, bounds.tbt_s, prediction.decode, candidates, what=self.what)
         return None
 
     def step_s(self, worker: Worker, prediction: Prediction, now: float) -> float:
@@ -120,6 +123,8 @@ class PredictedRejection(EarlyRejection):
     Added are requests whose prefill is over by then, taken off those that will have decoded for ``decode_s`` seconds,
     which is assumed to be the same for all.
     """
+
+    what = "without this request, steps of the decode workers are predicted to take on average"
 
     def __init__(self, *, decode_s: float) -> None:
         self._decode_s = decode_s
