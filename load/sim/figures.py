@@ -89,9 +89,9 @@ def pool_loads(results: Mapping[str, Result], *, until_s: float) -> bytes:
         axes.plot(curve[:, 0] / 60, curve[:, 4], linewidth=1, label="decode")
         axes.set_title(name, fontsize=8)
         axes.set_xlabel("time, min")
-        axes.set_ylim(bottom=0)
+    panels[0].set_ylim(bottom=0)  # of all: set before the last is drawn, it would cut what is higher there
     panels[0].set_ylabel("load")
-    panels[0].legend(frameon=False, fontsize=7, loc="upper right")
+    panels[0].legend(frameon=False, fontsize=7, loc="lower right")
     return _png(figure)
 
 
