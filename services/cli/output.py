@@ -23,10 +23,10 @@ class _Console(Console):
 
     @property  # type: ignore[misc]  # nobody sets it
     def size(self) -> ConsoleDimensions:
-        found = super().size
-        if self.is_terminal or os.environ.get("COLUMNS", "").isdigit():
-            return found
-        return ConsoleDimensions(UNBOUNDED, found.height)
+        found, columns = super().size, os.environ.get("COLUMNS", "")
+        if columns.isdigit():
+            return ConsoleDimensions(int(columns), found.height)
+        return found if self.is_terminal else ConsoleDimensions(UNBOUNDED, found.height)
 
 
 console: Console = _Console()
